@@ -53,7 +53,9 @@ class ChildExitedError(StartError):
       hint: What to do about it, for the causes that are known; else empty.
     """
 
-    def __init__(self, label: str, exit: str, log_tail: Sequence[str] = (), hint: str = '') -> None:
+    def __init__(
+        self, label: str, exit: str, log_tail: Sequence[str] = (), hint: str = ""
+    ) -> None:
         self.label = label
         self.exit = exit
         self.log_tail = tuple(log_tail)
@@ -61,9 +63,9 @@ class ChildExitedError(StartError):
         super().__init__(label, exit, self.log_tail, hint)
 
     def __str__(self) -> str:
-        text = f'{self.label} ended: {self.exit}.'
+        text = f"{self.label} ended: {self.exit}."
         if self.hint:
-            text += f' {self.hint}'
+            text += f" {self.hint}"
         return text + format_log_tail(self.log_tail)
 
 
@@ -88,8 +90,9 @@ class StartTimeoutError(StartError):
 
     def __str__(self) -> str:
         return (
-            f'Not ready after {self.waited_s:.0f} s: expected {self.expected}, found {self.found}. '
-            'A large model may need a longer start_timeout_secs.' + format_log_tail(self.log_tail)
+            f"Not ready after {self.waited_s:.0f} s: expected {self.expected}, found {self.found}. "
+            "A large model may need a longer start_timeout_secs."
+            + format_log_tail(self.log_tail)
         )
 
 
@@ -117,13 +120,13 @@ class RuntimeFailedError(VLLMDynamoError, RuntimeError):
 class ErrorKind(enum.StrEnum):
     """Why one element has no answer."""
 
-    INVALID_REQUEST = 'invalid_request'
-    PROMPT_TOO_LONG = 'prompt_too_long'
-    OVERLOADED = 'overloaded'
-    UNAVAILABLE = 'unavailable'
-    DEADLINE_EXCEEDED = 'deadline_exceeded'
-    ENGINE_DIED = 'engine_died'
-    MALFORMED_RESPONSE = 'malformed_response'
+    INVALID_REQUEST = "invalid_request"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    OVERLOADED = "overloaded"
+    UNAVAILABLE = "unavailable"
+    DEADLINE_EXCEEDED = "deadline_exceeded"
+    ENGINE_DIED = "engine_died"
+    MALFORMED_RESPONSE = "malformed_response"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,9 +149,9 @@ class InferenceError:
     attempts: int = 1
 
     def __str__(self) -> str:
-        status = f'HTTP {self.status}, ' if self.status is not None else ''
-        times = 'once' if self.attempts == 1 else f'{self.attempts} times'
-        return f'{self.kind} ({status}sent {times}): {self.message}'
+        status = f"HTTP {self.status}, " if self.status is not None else ""
+        times = "once" if self.attempts == 1 else f"{self.attempts} times"
+        return f"{self.kind} ({status}sent {times}): {self.message}"
 
 
 class InferenceFailedError(VLLMDynamoError, RuntimeError):
@@ -161,22 +164,27 @@ class InferenceFailedError(VLLMDynamoError, RuntimeError):
 
     SHOWN = 8  # enough to see a pattern; a batch may hold ten thousand elements
 
-    def __init__(self, failures: Sequence[tuple[int, InferenceError]], batch_size: int) -> None:
+    def __init__(
+        self, failures: Sequence[tuple[int, InferenceError]], batch_size: int
+    ) -> None:
         self.failures = tuple(failures)
         self.batch_size = batch_size
         super().__init__(self.failures, batch_size)
 
     def __str__(self) -> str:
-        lines = [f'{len(self.failures)} of {self.batch_size} elements have no answer:']
-        lines += [f'  element {index}: {error}' for index, error in self.failures[: self.SHOWN]]
+        lines = [f"{len(self.failures)} of {self.batch_size} elements have no answer:"]
+        lines += [
+            f"  element {index}: {error}"
+            for index, error in self.failures[: self.SHOWN]
+        ]
         if len(self.failures) > self.SHOWN:
-            lines.append(f'  and {len(self.failures) - self.SHOWN} more')
+            lines.append(f"  and {len(self.failures) - self.SHOWN} more")
         lines.append("Pass on_error='return' to keep the answers of the others.")
-        return '\n'.join(lines)
+        return "\n".join(lines)
 
 
 def format_log_tail(lines: Sequence[str]) -> str:
     """Renders the end of a child's log for the end of an error text."""
     if not lines:
-        return ''
-    return '\nThe end of its log:\n' + '\n'.join(f'  | {line}' for line in lines)
+        return ""
+    return "\nThe end of its log:\n" + "\n".join(f"  | {line}" for line in lines)

@@ -1,0 +1,1 @@
+"""Large language models over Apache Beam pipelines, on vLLM engines behind NVIDIA Dynamo."""
