@@ -1,0 +1,103 @@
+"""Finding the processes of a child when nobody is left who could know them.
+
+Every child has a token in its environment and its descendants inherit it. The token also
+says who the owner is, so that what a killed owner *and* a killed shim left behind can be
+told from what is in use. A process that has replaced its environment is not found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+import secrets
+import signal
+import time
+from collections.abc import Callable
+
+MARKER = 'APACHE_BEAM_VLLM_DYNAMO_CHILD'  # the environment variable that holds the token
+
+# setproctitle writes a new title over the place where the kernel shows the environment; with
+# this variable it confines itself to the arguments.
+READABLE_ENVIRON = {'SPT_NOENV': '1'}
+
+SWEEP_BOUND_S = 2.0  # killed processes are gone within milliseconds, large ones in a second or two
+SWEEP_PAUSE_S = 0.01  # a killed process keeps its environment until the kernel has torn it down
+
+_ENTRY = os.fsencode(f'\0{MARKER}=')
+
+
+def new_token() -> str:
+    """A token that nobody else has, of a child of this process."""
+    return f'{os.getpid()}.{_start_ticks(os.getpid())}.{secrets.token_hex(8)}'
+
+
+def kill_marked(token: str, timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
+    """Kills every process that carries `token`, for at most `timeout_s` seconds.
+
+    Returns:
+      The process ids of those that are still there.
+    """
+    return _kill_all(lambda _, found: found == token, timeout_s)
+
+
+def kill_orphans(timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
+    """Kills every process that carries a token whose owner is gone.
+
+    Only what shares the PID namespace of this process is looked at: elsewhere the owner's
+    process id would mean another process.
+
+    Returns:
+      The process ids of those that are still there.
+    """
+    own = _pid_namespace('self')
+    return _kill_all(
+        lambda pid, token: _pid_namespace(pid) == own and _owner_is_gone(token),
+        timeout_s,
+    )
+
+
+def _kill_all(matches: Callable[[str, str], bool], timeout_s: float) -> tuple[int, ...]:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        found = tuple(int(pid) for pid, token in _marked() if matches(pid, token))
+        if not found or time.monotonic() >= deadline:
+            return found
+        for pid in found:
+            with contextlib.suppress(OSError):  # it has ended by itself
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(SWEEP_PAUSE_S)
+
+
+def _marked() -> list[tuple[str, str]]:
+    """The process id and the token of each marked process but this one."""
+    found = []
+    for path in pathlib.Path('/proc').glob('[0-9]*/environ'):
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            _, entry, rest = (b'\0' + path.read_bytes()).partition(_ENTRY)
+            if entry and path.parent.name != str(os.getpid()):
+                found.append((path.parent.name, os.fsdecode(rest.partition(b'\0')[0])))
+    return found
+
+
+def _owner_is_gone(token: str) -> bool:
+    owner = re.fullmatch(r'(\d+)\.(\d+)\..*', token)
+    return owner is not None and _start_ticks(int(owner[1])) != int(owner[2])
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started, in clock ticks since boot; ``None`` when there is none."""
+    try:
+        stat = pathlib.Path(f'/proc/{pid}/stat').read_bytes()
+    except OSError:
+        return None
+    # The second field, in parentheses, may hold anything; the start is the 22nd of all.
+    return int(stat.rpartition(b')')[2].split()[19])
+
+
+def _pid_namespace(pid: str) -> str | None:
+    try:
+        return os.readlink(f'/proc/{pid}/ns/pid')
+    except OSError:
+        return None
