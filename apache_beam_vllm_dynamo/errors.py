@@ -53,9 +53,7 @@ class ChildExitedError(StartError):
       hint: What to do about it, for the causes that are known; else empty.
     """
 
-    def __init__(
-        self, label: str, exit: str, log_tail: Sequence[str] = (), hint: str = ""
-    ) -> None:
+    def __init__(self, label: str, exit: str, log_tail: Sequence[str] = (), hint: str = '') -> None:
         self.label = label
         self.exit = exit
         self.log_tail = tuple(log_tail)
@@ -63,9 +61,9 @@ class ChildExitedError(StartError):
         super().__init__(label, exit, self.log_tail, hint)
 
     def __str__(self) -> str:
-        text = f"{self.label} ended: {self.exit}."
+        text = f'{self.label} ended: {self.exit}.'
         if self.hint:
-            text += f" {self.hint}"
+            text += f' {self.hint}'
         return text + format_log_tail(self.log_tail)
 
 
@@ -90,9 +88,8 @@ class StartTimeoutError(StartError):
 
     def __str__(self) -> str:
         return (
-            f"Not ready after {self.waited_s:.0f} s: expected {self.expected}, found {self.found}. "
-            "A large model may need a longer start_timeout_secs."
-            + format_log_tail(self.log_tail)
+            f'Not ready after {self.waited_s:.0f} s: expected {self.expected}, found {self.found}. '
+            'A large model may need a longer start_timeout_secs.' + format_log_tail(self.log_tail)
         )
 
 
@@ -120,13 +117,13 @@ class RuntimeFailedError(VLLMDynamoError, RuntimeError):
 class ErrorKind(enum.StrEnum):
     """Why one element has no answer."""
 
-    INVALID_REQUEST = "invalid_request"
-    PROMPT_TOO_LONG = "prompt_too_long"
-    OVERLOADED = "overloaded"
-    UNAVAILABLE = "unavailable"
-    DEADLINE_EXCEEDED = "deadline_exceeded"
-    ENGINE_DIED = "engine_died"
-    MALFORMED_RESPONSE = "malformed_response"
+    INVALID_REQUEST = 'invalid_request'
+    PROMPT_TOO_LONG = 'prompt_too_long'
+    OVERLOADED = 'overloaded'
+    UNAVAILABLE = 'unavailable'
+    DEADLINE_EXCEEDED = 'deadline_exceeded'
+    ENGINE_DIED = 'engine_died'
+    MALFORMED_RESPONSE = 'malformed_response'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +136,7 @@ class InferenceError:
       message: What the server or the client said, without the prompt.
       details: More of it where there is more: for ``prompt_too_long`` the token counts
         ``limit`` and ``actual``.
-      attempts: How many times the request was sent.
+      attempts: How many times the request was sent; 0 for one that no server could answer.
     """
 
     kind: ErrorKind
@@ -149,9 +146,9 @@ class InferenceError:
     attempts: int = 1
 
     def __str__(self) -> str:
-        status = f"HTTP {self.status}, " if self.status is not None else ""
-        times = "once" if self.attempts == 1 else f"{self.attempts} times"
-        return f"{self.kind} ({status}sent {times}): {self.message}"
+        status = f'HTTP {self.status}, ' if self.status is not None else ''
+        sent = {0: 'not sent', 1: 'sent once'}.get(self.attempts, f'sent {self.attempts} times')
+        return f'{self.kind} ({status}{sent}): {self.message}'
 
 
 class InferenceFailedError(VLLMDynamoError, RuntimeError):
@@ -164,27 +161,22 @@ class InferenceFailedError(VLLMDynamoError, RuntimeError):
 
     SHOWN = 8  # enough to see a pattern; a batch may hold ten thousand elements
 
-    def __init__(
-        self, failures: Sequence[tuple[int, InferenceError]], batch_size: int
-    ) -> None:
+    def __init__(self, failures: Sequence[tuple[int, InferenceError]], batch_size: int) -> None:
         self.failures = tuple(failures)
         self.batch_size = batch_size
         super().__init__(self.failures, batch_size)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.failures)} of {self.batch_size} elements have no answer:"]
-        lines += [
-            f"  element {index}: {error}"
-            for index, error in self.failures[: self.SHOWN]
-        ]
+        lines = [f'{len(self.failures)} of {self.batch_size} elements have no answer:']
+        lines += [f'  element {index}: {error}' for index, error in self.failures[: self.SHOWN]]
         if len(self.failures) > self.SHOWN:
-            lines.append(f"  and {len(self.failures) - self.SHOWN} more")
+            lines.append(f'  and {len(self.failures) - self.SHOWN} more')
         lines.append("Pass on_error='return' to keep the answers of the others.")
-        return "\n".join(lines)
+        return '\n'.join(lines)
 
 
 def format_log_tail(lines: Sequence[str]) -> str:
     """Renders the end of a child's log for the end of an error text."""
     if not lines:
-        return ""
-    return "\nThe end of its log:\n" + "\n".join(f"  | {line}" for line in lines)
+        return ''
+    return '\nThe end of its log:\n' + '\n'.join(f'  | {line}' for line in lines)

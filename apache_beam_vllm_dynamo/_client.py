@@ -1,0 +1,279 @@
+"""The request path: many callers, one event loop, one window of requests in flight.
+
+A caller hands over its requests in one go and is woken once, when all of them have an
+outcome; everything between happens on the loop's thread. Requests are sent in the order in
+which they came, whoever they are from, as soon as the window has room, so that the engines
+stay full across batches and bundles.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from apache_beam_vllm_dynamo._dispatcher import Dispatcher, Job, JobGroup
+from apache_beam_vllm_dynamo._loop import loop_thread
+from apache_beam_vllm_dynamo._requests import PreparedRequest
+from apache_beam_vllm_dynamo._responses import Failure, Outcome
+from apache_beam_vllm_dynamo._retry import RequestLimits, is_whole_number
+from apache_beam_vllm_dynamo.errors import ConfigurationError, InferenceError, RuntimeFailedError
+
+# How often a waiting caller looks whether the loop still lives; a caller is normally woken.
+_LIVENESS_CHECK_S = 5.0
+
+Token = TypeVar('Token')
+
+
+class InferenceClient:
+    """Sends requests to one server from every thread of this process.
+
+    Args:
+      endpoint: Gives the server's base URL without a path, e.g. ``http://127.0.0.1:8000``.
+        It is called on a thread of its own before the first request and again after a
+        connection failed, because a server that was started again may have another port. It
+        may block. What it raises ends all requests that wait, and their callers raise it.
+      window: How many requests may be in flight at once, over all callers.
+      limits: How long and how often one element is tried.
+
+    Raises:
+      ConfigurationError: ``window`` is no positive integer.
+    """
+
+    def __init__(
+        self,
+        endpoint: Callable[[], str],
+        window: int,
+        limits: RequestLimits | None = None,
+    ) -> None:
+        if not is_whole_number(window) or window < 1:
+            raise ConfigurationError(f'window is {window!r}: it must be a whole number from 1.')
+        self._endpoint = endpoint
+        self._window = window
+        self._limits = limits or RequestLimits()
+        self._dispatchers: dict[int, Dispatcher] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f'InferenceClient(window={self._window})'
+
+    @property
+    def window(self) -> int:
+        """How many requests may be in flight at once."""
+        return self._window
+
+    def run(self, requests: Sequence[PreparedRequest | InferenceError]) -> list[Outcome]:
+        """Sends all requests and waits until each has its outcome.
+
+        An :class:`InferenceError` among them, which a :class:`RequestBuilder` returns for an
+        element that cannot be sent, becomes a :class:`Failure` in its place.
+
+        Returns:
+          The outcomes, in the order of the requests.
+
+        Raises:
+          RuntimeFailedError: The client was closed meanwhile.
+          Exception: What ``endpoint`` raised, or a bug of the client's own.
+        """
+        batch = _Batch(len(requests))
+        jobs = []
+        for index, request in enumerate(requests):
+            if isinstance(request, InferenceError):
+                batch.outcomes[index] = _unsent(request)
+            else:
+                jobs.append(Job(request, batch, index))
+        if jobs:
+            batch.remaining = len(jobs)
+            dispatcher = self._dispatcher()
+            try:
+                dispatcher.submit(jobs)
+                while not batch.done.wait(_LIVENESS_CHECK_S):
+                    dispatcher.check_alive()
+            except BaseException:
+                dispatcher.cancel(batch)
+                raise
+            if batch.error is not None:
+                raise batch.error
+        return [outcome for outcome in batch.outcomes if outcome is not None]
+
+    def stream(self, max_pending: int) -> RequestStream[object]:
+        """Opens a stream, for a caller whose requests come one by one.
+
+        Args:
+          max_pending: How many of its requests may be without an outcome; :meth:`put
+            <RequestStream.put>` waits above that. Less than the window leaves it unfilled.
+        """
+        if max_pending < 1:
+            raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
+        return RequestStream(self._dispatcher(), max_pending)
+
+    def close(self) -> None:
+        """Ends the client; callers that still wait raise :class:`RuntimeFailedError`.
+
+        The last client of a process to be closed stops the loop's thread and closes all
+        connections. Takes milliseconds, at most ten seconds. May be called again.
+        """
+        self._closed = True
+        dispatcher = self._dispatchers.pop(os.getpid(), None)
+        if dispatcher is not None:
+            dispatcher.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _dispatcher(self) -> Dispatcher:
+        if self._closed:
+            raise RuntimeFailedError('The client is closed.')
+        # By process, because a fork copies the parent's dispatcher but not its thread.
+        pid = os.getpid()
+        dispatcher = self._dispatchers.get(pid)
+        if dispatcher is None:
+            new = Dispatcher(loop_thread(), self._endpoint, self._window, self._limits)
+            dispatcher = self._dispatchers.setdefault(pid, new)
+            if dispatcher is new:
+                weakref.finalize(self, dispatcher.close).atexit = False
+        dispatcher.start()
+        return dispatcher
+
+
+class RequestStream(Generic[Token]):
+    """Requests of one caller that come one by one, with outcomes in the order of completion.
+
+    For use by one thread. As a context manager it cancels at the end what has no outcome yet.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, max_pending: int) -> None:
+        self._dispatcher = dispatcher
+        self._group = _StreamGroup(max_pending)
+        self._untaken = 0
+
+    @property
+    def pending(self) -> int:
+        """How many requests were put and not taken again."""
+        return self._untaken
+
+    def put(self, request: PreparedRequest | InferenceError, token: Token) -> None:
+        """Sends a request; waits first if too many have no outcome.
+
+        Args:
+          request: The request, or why there cannot be one.
+          token: Comes back with the outcome, to tell which element it is of.
+
+        Raises:
+          Exception: As :meth:`InferenceClient.run`.
+        """
+        if isinstance(request, InferenceError):
+            self._untaken += 1
+            self._group.outcomes.put((token, _unsent(request)))
+            return
+        while not self._group.room.acquire(timeout=_LIVENESS_CHECK_S):
+            self._dispatcher.check_alive()
+        self._raise_error()
+        self._untaken += 1
+        self._dispatcher.submit([Job(request, self._group, token)])
+
+    def ready(self) -> Iterator[tuple[Token, Outcome]]:
+        """Takes the outcomes that are there, without waiting."""
+        while self._untaken:
+            try:
+                item = self._group.outcomes.get_nowait()
+            except queue.Empty:
+                self._raise_error()
+                return
+            yield self._take(item)
+
+    def drain(self) -> Iterator[tuple[Token, Outcome]]:
+        """Takes all outcomes, waiting for those that are not there yet."""
+        while self._untaken:
+            try:
+                item = self._group.outcomes.get(timeout=_LIVENESS_CHECK_S)
+            except queue.Empty:
+                self._dispatcher.check_alive()
+                continue
+            yield self._take(item)
+
+    def close(self) -> None:
+        """Cancels what has no outcome yet."""
+        if self._untaken:
+            self._dispatcher.cancel(self._group)
+            self._untaken = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _take(self, item: tuple[object, Outcome] | None) -> tuple[Token, Outcome]:
+        if item is None:
+            self._raise_error()
+            raise RuntimeFailedError('The stream ended without an error.')
+        self._untaken -= 1
+        token, outcome = item
+        return token, outcome  # type: ignore[return-value]  # the token that put() was given
+
+    def _raise_error(self) -> None:
+        if self._group.error is not None:
+            self._untaken = 0
+            raise self._group.error
+
+
+class _Batch(JobGroup):
+    """The requests of one call of :meth:`InferenceClient.run`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.outcomes: list[Outcome | None] = [None] * size
+        self.remaining = 0
+        self.done = threading.Event()
+
+    def finish(self, key: object, outcome: Outcome) -> None:
+        assert isinstance(key, int)
+        self.outcomes[key] = outcome
+        self.remaining -= 1
+        if not self.remaining:
+            self.done.set()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.done.set()
+
+
+class _StreamGroup(JobGroup):
+    """The requests of one stream; ``None`` in the queue wakes the caller for an error."""
+
+    def __init__(self, max_pending: int) -> None:
+        super().__init__()
+        self.outcomes: queue.SimpleQueue[tuple[object, Outcome] | None] = queue.SimpleQueue()
+        self.room = threading.Semaphore(max_pending)
+
+    def finish(self, key: object, outcome: Outcome) -> None:
+        self.outcomes.put((key, outcome))
+        self.room.release()
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.outcomes.put(None)
+        self.room.release()
+
+
+def _unsent(error: InferenceError) -> Failure:
+    return Failure(error, 0.0, 0.0, 0, (), time.time_ns() // 1_000_000)

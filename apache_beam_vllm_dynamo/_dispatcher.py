@@ -1,0 +1,360 @@
+"""What happens on the loop's thread: the window, the attempts, the waits between them."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import functools
+import logging
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+from apache_beam_vllm_dynamo._loop import LoopThread
+from apache_beam_vllm_dynamo._requests import PreparedRequest
+from apache_beam_vllm_dynamo._responses import Answer, Failure, Outcome, Response
+from apache_beam_vllm_dynamo._retry import (
+    FINAL_KIND,
+    WAITED_OUT,
+    Again,
+    Refused,
+    RequestLimits,
+    RetryReason,
+    backoff_s,
+)
+from apache_beam_vllm_dynamo._sender import Sender
+from apache_beam_vllm_dynamo.errors import ErrorKind, InferenceError, RuntimeFailedError
+
+_LOGGER = logging.getLogger(__name__)
+
+# An element that failed this often is a suspect: it is sent only while no other suspect is.
+# One poisoned element that breaks the server again and again takes every request with it that
+# is in flight, and without this the innocent would reach their last retry together with it.
+SUSPECT_AFTER = 3
+# A job that stands still says why, but not once for every element.
+_WARN_EVERY_S = 60.0
+# To tell the callers takes a turn of the loop.
+_END_TIMEOUT_S = 5.0
+
+
+class JobGroup:
+    """The jobs that one caller waits for; the methods are called on the loop's thread.
+
+    Attributes:
+      jobs: Those without an outcome. The loop's thread owns it.
+      ended: Whether no outcome is wanted any more.
+      error: What all of them failed for, if they did.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: set[Job] = set()
+        self.ended = False
+        self.error: BaseException | None = None
+
+    def finish(self, key: object, outcome: Outcome) -> None:
+        """Takes the outcome of the job with this key."""
+        raise NotImplementedError
+
+    def fail(self, error: BaseException) -> None:
+        """Takes the error that ended all of its jobs; nothing follows."""
+        raise NotImplementedError
+
+
+class Job:
+    """One request on its way to an outcome."""
+
+    __slots__ = (
+        'attempts',
+        'counted',
+        'first_sent_at',
+        'group',
+        'handle',
+        'key',
+        'queued_at',
+        'request',
+        'retried',
+        'waited_s',
+        'waits',
+    )
+
+    def __init__(self, request: PreparedRequest, group: JobGroup, key: object) -> None:
+        self.request = request
+        self.group = group
+        self.key = key
+        self.queued_at = time.monotonic()
+        self.first_sent_at: float | None = None
+        self.attempts = 0
+        self.counted = 0
+        self.waits = 0
+        self.waited_s = 0.0
+        self.retried: list[RetryReason] = []
+        self.handle: asyncio.Task[Outcome | float] | asyncio.TimerHandle | None = None
+
+
+class Dispatcher:
+    """The window of one client in one process.
+
+    ``submit``, ``cancel``, ``start``, ``close`` and ``check_alive`` may be called from any
+    thread; everything else runs on the loop's thread.
+    """
+
+    def __init__(
+        self,
+        thread: LoopThread,
+        endpoint: Callable[[], str],
+        window: int,
+        limits: RequestLimits,
+    ) -> None:
+        self._pid = os.getpid()
+        self._thread = thread
+        self._window = window
+        self._limits = limits
+        self._sender = Sender(thread, endpoint, self._fail_all)
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._inbox: collections.deque[Job] = collections.deque()
+        self._woken = False
+        # From here on: the loop's thread only.
+        self._queue: collections.deque[Job] = collections.deque()
+        self._suspects: collections.deque[Job] = collections.deque()
+        self._suspect_in_flight: Job | None = None
+        self._in_flight = 0
+        self._groups: set[JobGroup] = set()
+        self._warned_at = -_WARN_EVERY_S
+
+    def start(self) -> None:
+        """Takes hold of the process's loop, if it has not yet."""
+        with self._lock:
+            if self._loop is None and not self._closed:
+                self._loop = self._thread.acquire()
+
+    def submit(self, jobs: Iterable[Job]) -> None:
+        """Puts jobs at the end of the queue."""
+        self._inbox.extend(jobs)
+        # The flag is cleared before the inbox is emptied, so a job that finds it set is seen.
+        if not self._woken:
+            self._woken = True
+            self._call(self._take_in)
+
+    def cancel(self, group: JobGroup) -> None:
+        """Drops a group's jobs wherever they are; nobody is told."""
+        # Without a loop there are no jobs either.
+        with contextlib.suppress(RuntimeFailedError):
+            self._call(self._drop, group)
+
+    def check_alive(self) -> None:
+        """Raises RuntimeFailedError if nobody works on the jobs any more."""
+        if self._closed or not self._thread.is_alive():
+            raise RuntimeFailedError('The client ended while requests were waiting.')
+
+    def close(self) -> None:
+        """Fails all jobs and lets go of the loop."""
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._loop is None:
+                return
+        if self._thread.is_alive():
+            ended = threading.Event()
+            # The interpreter's exit may have closed the loop in between.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._end, ended)
+                if not self._thread.is_current():
+                    ended.wait(_END_TIMEOUT_S)
+        self._thread.release()
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        loop = self._loop
+        if loop is None or self._closed:
+            raise RuntimeFailedError('The client is closed.')
+        try:
+            loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError as error:
+            raise RuntimeFailedError('The client is closed.') from error
+
+    # The window.
+
+    def _take_in(self) -> None:
+        self._woken = False
+        while self._inbox:
+            job = self._inbox.popleft()
+            if not job.group.ended:
+                self._groups.add(job.group)
+                job.group.jobs.add(job)
+                self._queue.append(job)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._in_flight < self._window:
+            if self._suspects and self._suspect_in_flight is None:
+                job = self._suspects.popleft()
+                if not job.group.ended:
+                    self._suspect_in_flight = job
+            elif self._queue:
+                job = self._queue.popleft()
+            else:
+                return
+            if job.group.ended:
+                continue
+            self._in_flight += 1
+            assert self._loop is not None
+            task = self._loop.create_task(self._serve(job))
+            job.handle = task
+            task.add_done_callback(functools.partial(self._served, job))
+
+    def _served(self, job: Job, task: asyncio.Task[Outcome | float]) -> None:
+        self._in_flight -= 1
+        if self._suspect_in_flight is job:
+            self._suspect_in_flight = None
+        group = job.group
+        error = None if task.cancelled() else task.exception()
+        if not group.ended:
+            if task.cancelled():
+                self._fail([group], RuntimeFailedError('The client ended during a request.'))
+            elif error is not None:
+                self._fail([group], error)
+            elif isinstance(result := task.result(), float):
+                assert self._loop is not None
+                job.handle = self._loop.call_later(result, self._send_again, job)
+            else:
+                self._forget(job)
+                group.finish(job.key, result)
+        self._fill()
+
+    def _send_again(self, job: Job) -> None:
+        if not job.group.ended:
+            if job.counted >= SUSPECT_AFTER:
+                self._suspects.append(job)
+            else:
+                self._queue.appendleft(job)
+            self._fill()
+
+    def _forget(self, job: Job) -> None:
+        job.handle = None
+        job.group.jobs.discard(job)
+        if not job.group.jobs:
+            self._groups.discard(job.group)
+
+    def _drop(self, group: JobGroup) -> None:
+        group.ended = True
+        self._groups.discard(group)
+        for job in group.jobs:
+            if job.handle is not None:
+                job.handle.cancel()
+        group.jobs.clear()
+        self._queue = collections.deque(job for job in self._queue if job.group is not group)
+        self._suspects = collections.deque(job for job in self._suspects if job.group is not group)
+
+    def _fail(self, groups: Sequence[JobGroup], error: BaseException) -> None:
+        for group in groups:
+            self._drop(group)
+            group.fail(error)
+
+    def _end(self, ended: threading.Event) -> None:
+        self._take_in()
+        self._fail_all(RuntimeFailedError('The client was closed.'))
+        ended.set()
+
+    def _fail_all(self, error: BaseException) -> None:
+        self._fail(list(self._groups), error)
+
+    # One job.
+
+    async def _serve(self, job: Job) -> Outcome | float:
+        """Sends a job until it has an outcome, or until its place should go to others.
+
+        While the server is overloaded or away a job keeps its place in the window: to send
+        other elements into an overload only makes more of it. After a failure of its own a
+        job gives its place up.
+
+        Returns:
+          The outcome, or in how many seconds the job wants its place again.
+        """
+        now = time.monotonic
+        limits = self._limits
+        if job.first_sent_at is None:
+            job.first_sent_at = now()
+        deadline = job.first_sent_at + limits.element_timeout_s
+        timeout_s = job.request.timeout_s
+        if timeout_s is None:
+            timeout_s = limits.request_timeout_s
+        while True:
+            began = now()
+            job.attempts += 1
+            result = await self._sender.send(
+                job.request, min(timeout_s, max(0.0, deadline - began)), limits.excerpt_chars
+            )
+            took_s = now() - began
+            if not isinstance(result, (Again, Refused)):
+                return self._answer(job, result, took_s)
+            if isinstance(result, Refused):
+                return self._failure(job, result, took_s)
+            waits_out = result.reason in WAITED_OUT
+            if waits_out:
+                job.waits += 1
+                job.waited_s += took_s
+                left_s = limits.max_wait_s - job.waited_s
+                over = left_s <= 0
+                delay = backoff_s(job.waits, result.retry_after_s, random.random)
+                delay = min(delay, max(0.0, left_s))
+                job.waited_s += delay
+            else:
+                job.counted += 1
+                over = job.counted > limits.max_retries
+                delay = backoff_s(job.counted, None, random.random)
+            if over:
+                return self._give_up(job, result, FINAL_KIND[result.reason], took_s)
+            if now() + delay >= deadline:
+                return self._give_up(job, result, ErrorKind.DEADLINE_EXCEEDED, took_s)
+            job.retried.append(result.reason)
+            self._note(result)
+            if not waits_out:
+                return delay
+            await asyncio.sleep(delay)
+
+    def _answer(self, job: Job, response: Response, took_s: float) -> Answer:
+        assert job.first_sent_at is not None
+        return Answer(
+            response,
+            took_s,
+            job.first_sent_at - job.queued_at,
+            job.attempts,
+            tuple(job.retried),
+            time.time_ns() // 1_000_000,
+        )
+
+    def _failure(self, job: Job, refused: Refused, took_s: float) -> Failure:
+        assert job.first_sent_at is not None
+        error = InferenceError(
+            refused.kind, refused.status, refused.message, refused.details, job.attempts
+        )
+        return Failure(
+            error,
+            took_s,
+            job.first_sent_at - job.queued_at,
+            job.attempts,
+            tuple(job.retried),
+            time.time_ns() // 1_000_000,
+        )
+
+    def _give_up(self, job: Job, last: Again, kind: ErrorKind, took_s: float) -> Failure:
+        assert job.first_sent_at is not None
+        tried_s = time.monotonic() - job.first_sent_at
+        message = f'given up after {tried_s:.1f} s; at last: {last.message}'
+        return self._failure(job, Refused(kind, last.status, message), took_s)
+
+    def _note(self, again: Again) -> None:
+        _LOGGER.debug('A request is sent again: %s (status %s).', again.reason, again.status)
+        now = time.monotonic()
+        if again.reason in WAITED_OUT and now - self._warned_at >= _WARN_EVERY_S:
+            self._warned_at = now
+            _LOGGER.warning(
+                'Requests wait for the server: %s (status %s).', again.reason, again.status
+            )

@@ -1,0 +1,330 @@
+"""Pure: what a response that is no answer means, and how long to wait before the next try.
+
+Two limits, for two questions:
+
+* *Is the server there for anybody?* Overload (429, 503, 529), a model that is not routed yet
+  (404 with an empty body) and a refused connection say nothing about the element. They are
+  waited out, however often they come, until the element has lost ``max_wait_s`` to them.
+  ``max_retries`` does not count them: a frontend that is away for a minute would use up any
+  count.
+* *Is it this element?* An answer of 5xx, a connection that broke with the request under way,
+  an answer that cannot be read and an attempt that timed out happened *to this element*
+  while the server was there. ``max_retries`` counts them, because the element itself may be
+  what kills the engine, and it must not do so for ever.
+
+``element_timeout_s`` bounds both together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime as dt
+import email.utils
+import enum
+import http
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from apache_beam_vllm_dynamo.errors import ConfigurationError, ErrorKind
+
+# As long as Beam's own handler lets one request take.
+DEFAULT_REQUEST_TIMEOUT_S = 600.0
+# Three attempts that each run into the default above.
+DEFAULT_ELEMENT_TIMEOUT_S = 1800.0
+# A large model takes minutes to load, and a replaced engine must load it again.
+DEFAULT_MAX_WAIT_S = 600.0
+DEFAULT_MAX_RETRIES = 6
+# Long enough to see what a server complains about, short enough to hold no whole prompt.
+DEFAULT_EXCERPT_CHARS = 200
+
+# The gap after a start or a restart in which a model is not routed is about half a second.
+FIRST_BACKOFF_S = 0.1
+# An element should notice within seconds that the server is there again.
+MAX_BACKOFF_S = 8.0
+# Without an end 2 ** attempts overflows a float after a thousand waits.
+_MAX_DOUBLINGS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class RequestLimits:
+    """How long and how often an element is tried; see the module's text for the two counts.
+
+    Attributes:
+      request_timeout_s: Bound of one attempt, in seconds.
+      element_timeout_s: Bound of all attempts of an element and the waits between them, in
+        seconds, from its first sending on; the time in the queue before is not counted.
+      max_wait_s: How many seconds an element may lose to a server that is overloaded or away.
+      max_retries: How many failures of its own an element is sent again after.
+      excerpt_chars: How much of a server's error message is kept; 0 keeps nothing, for
+        servers that repeat the prompt in it.
+
+    Raises:
+      ConfigurationError: A value is not a number, or below its least.
+    """
+
+    request_timeout_s: float = DEFAULT_REQUEST_TIMEOUT_S
+    element_timeout_s: float = DEFAULT_ELEMENT_TIMEOUT_S
+    max_wait_s: float = DEFAULT_MAX_WAIT_S
+    max_retries: int = DEFAULT_MAX_RETRIES
+    excerpt_chars: int = DEFAULT_EXCERPT_CHARS
+
+    def __post_init__(self) -> None:
+        for name in ('request_timeout_s', 'element_timeout_s', 'max_wait_s'):
+            value = getattr(self, name)
+            lowest = 0 if name == 'max_wait_s' else math.ulp(0)
+            if not _is_number(value) or not value >= lowest:
+                raise ConfigurationError(
+                    f'{name} is {value!r}: it must be a number of seconds'
+                    f'{"" if name == "max_wait_s" else " above 0"}.'
+                )
+        for name in ('max_retries', 'excerpt_chars'):
+            value = getattr(self, name)
+            if not is_whole_number(value) or value < 0:
+                raise ConfigurationError(f'{name} is {value!r}: it must be a whole number from 0.')
+
+
+class RetryReason(enum.StrEnum):
+    """Why a request was sent again."""
+
+    OVERLOADED = 'overloaded'
+    UNAVAILABLE = 'unavailable'
+    NOT_ROUTED = 'not_routed'
+    CONNECT = 'connect'
+    DISCONNECT = 'disconnect'
+    SERVER_ERROR = 'server_error'
+    MALFORMED = 'malformed'
+    TIMEOUT = 'timeout'
+
+
+_OVERLOADED = 529  # what Dynamo answers; the standard library does not know it
+_BUSY = frozenset(
+    {http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.SERVICE_UNAVAILABLE, _OVERLOADED}
+)
+_NEVER = frozenset({http.HTTPStatus.NOT_IMPLEMENTED, http.HTTPStatus.HTTP_VERSION_NOT_SUPPORTED})
+_LATE = frozenset({http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_EARLY})
+_TOO_LARGE = 413  # its name changed between the versions of Python
+_MAY_BE_LENGTH = frozenset(
+    {http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY, _TOO_LARGE}
+)
+# The type in the body of a 503 by which older releases of Dynamo said what 529 says now.
+_OVERLOAD_TYPES = frozenset({'Overloaded', 'ResourceExhausted'})
+# How it ends when the tries are used up.
+FINAL_KIND: Mapping[RetryReason, ErrorKind] = {
+    RetryReason.OVERLOADED: ErrorKind.OVERLOADED,
+    RetryReason.UNAVAILABLE: ErrorKind.UNAVAILABLE,
+    RetryReason.NOT_ROUTED: ErrorKind.UNAVAILABLE,
+    RetryReason.CONNECT: ErrorKind.UNAVAILABLE,
+    RetryReason.DISCONNECT: ErrorKind.ENGINE_DIED,
+    RetryReason.SERVER_ERROR: ErrorKind.ENGINE_DIED,
+    RetryReason.MALFORMED: ErrorKind.MALFORMED_RESPONSE,
+    RetryReason.TIMEOUT: ErrorKind.DEADLINE_EXCEEDED,
+}
+# Reasons that say nothing about the element: waited out, not counted.
+WAITED_OUT = frozenset(
+    {
+        RetryReason.OVERLOADED,
+        RetryReason.UNAVAILABLE,
+        RetryReason.NOT_ROUTED,
+        RetryReason.CONNECT,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Again:
+    """The attempt failed in a way that another one may not.
+
+    Attributes:
+      reason: What happened.
+      status: The HTTP status, or ``None`` where no response came.
+      message: What the server or the client said.
+      retry_after_s: How long the server asked to wait, if it did.
+    """
+
+    reason: RetryReason
+    status: int | None
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Refused:
+    """The server will not answer this request, however often it is sent.
+
+    Attributes:
+      kind: Why.
+      status: The HTTP status.
+      message: What the server said.
+      details: More of it, e.g. the token counts of a prompt that is too long.
+    """
+
+    kind: ErrorKind
+    status: int | None
+    message: str
+    details: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+def classify(
+    status: int,
+    headers: Mapping[str, str],
+    body: bytes,
+    *,
+    excerpt_chars: int = DEFAULT_EXCERPT_CHARS,
+    now: dt.datetime | None = None,
+) -> Again | Refused:
+    """Says what a response with a status other than 200 means.
+
+    Args:
+      status: Its HTTP status.
+      headers: Its headers; looked up as ``Retry-After``.
+      body: Its body, as it came.
+      excerpt_chars: How much of the server's message to keep.
+      now: The time that a ``Retry-After`` date is compared with; the present by default.
+    """
+    said = _parse(body)
+    message = _excerpt(said.message, excerpt_chars) or f'the server answered {status}'
+    if status in _BUSY:
+        reason = RetryReason.OVERLOADED
+        if status == http.HTTPStatus.SERVICE_UNAVAILABLE and said.type not in _OVERLOAD_TYPES:
+            reason = RetryReason.UNAVAILABLE
+        return Again(reason, status, message, retry_after_s(headers.get('Retry-After'), now))
+    if status == http.HTTPStatus.NOT_FOUND and not body.strip():
+        return Again(RetryReason.NOT_ROUTED, status, 'the server does not route the model yet')
+    if status in _NEVER:
+        return Refused(ErrorKind.INVALID_REQUEST, status, message)
+    if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
+        return Again(RetryReason.SERVER_ERROR, status, message)
+    if status in _LATE:
+        return Again(RetryReason.TIMEOUT, status, message)
+    if status < http.HTTPStatus.BAD_REQUEST:
+        text = f'the server answered {status}, which is no answer to a completion'
+        return Refused(ErrorKind.MALFORMED_RESPONSE, status, text)
+    if status == _TOO_LARGE and not said.message:
+        message = 'the request is larger than the server takes'
+    lengths = _too_long(said) if status in _MAY_BE_LENGTH else None
+    if lengths is not None:
+        return Refused(ErrorKind.PROMPT_TOO_LONG, status, _length_text(lengths, message), lengths)
+    return Refused(ErrorKind.INVALID_REQUEST, status, message)
+
+
+def retry_after_s(value: str | None, now: dt.datetime | None = None) -> float | None:
+    """Reads a ``Retry-After`` header, seconds or an HTTP date; ``None`` if it says nothing."""
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            date = email.utils.parsedate_to_datetime(value)
+        except ValueError:
+            return None
+        if date.tzinfo is None:
+            date = date.replace(tzinfo=dt.UTC)
+        seconds = (date - (now or dt.datetime.now(dt.UTC))).total_seconds()
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def backoff_s(
+    tries: int, retry_after: float | None = None, random: Callable[[], float] = lambda: 1.0
+) -> float:
+    """How long to wait before the next attempt, in seconds.
+
+    Doubles from :data:`FIRST_BACKOFF_S` to :data:`MAX_BACKOFF_S` and takes a random half to
+    whole of that, so that a burst which was refused together does not return together. A
+    server that asked for more gets what it asked for and up to a tenth more.
+
+    Args:
+      tries: How many attempts failed for this kind of reason, 1 or more.
+      retry_after: What the server asked for, in seconds.
+      random: Gives a number from 0 to 1.
+    """
+    whole = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(tries - 1, _MAX_DOUBLINGS))
+    delay = whole * (0.5 + 0.5 * random())
+    if retry_after is not None:
+        delay = max(delay, retry_after * (1 + 0.1 * random()))
+    return delay
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _ErrorBody:
+    message: str = ''
+    type: str = ''
+    param: str = ''
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def _parse(body: bytes) -> _ErrorBody:
+    """Reads Dynamo's flat error body, vLLM's nested one, FastAPI's, or plain text."""
+    text = body.decode(errors='replace').strip()
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return _ErrorBody(message=text)
+    if isinstance(value, dict) and isinstance(value.get('error'), dict):
+        value = value['error']
+    if not isinstance(value, dict):
+        return _ErrorBody(message=text)
+    message = value.get('message', value.get('detail', value.get('error', '')))
+    details = value.get('details')
+    return _ErrorBody(
+        message if isinstance(message, str) else json.dumps(message),
+        str(value.get('type') or ''),
+        str(value.get('param') or ''),
+        details if isinstance(details, dict) else {},
+    )
+
+
+# vLLM's own server has the numbers in its sentence alone. Each pattern asks for the words
+# around a number, so that no other number of the sentence can be taken for it.
+_LIMIT = re.compile(r'(?:context length(?: is(?: only)?| of)?|model length of) \(?(\d+)')
+_ACTUAL = re.compile(
+    r'contains (?:at least )?(\d+) input tokens'
+    r'|(?:passed|has) (\d+) input tokens'
+    r'|prompt \(length (\d+)\)'
+    r'|\((\d+) in the (?:messages|prompt)'
+    r'|requested (\d+) tokens'
+)
+
+
+def _too_long(said: _ErrorBody) -> dict[str, object] | None:
+    """The token counts of a refusal for length; ``None`` if it is none."""
+    if said.details.get('type') == 'context_length':
+        return {key: said.details[key] for key in ('limit', 'actual') if key in said.details}
+    limit = _LIMIT.search(said.message)
+    actual = _ACTUAL.search(said.message)
+    if said.param not in ('input_tokens', 'input_text') and not (limit and actual):
+        return None
+    lengths: dict[str, object] = {}
+    if limit:
+        lengths['limit'] = int(limit[1])
+    if actual:
+        lengths['actual'] = int(next(group for group in actual.groups() if group))
+    return lengths
+
+
+def _length_text(lengths: Mapping[str, object], message: str) -> str:
+    if 'limit' in lengths and 'actual' in lengths:
+        return (
+            f'{lengths["actual"]} tokens in the prompt, but the model takes {lengths["limit"]}, '
+            'with the answer'
+        )
+    return message
+
+
+def _excerpt(message: str, chars: int) -> str:
+    message = ' '.join(message.split())
+    if len(message) <= chars:
+        return message
+    return message[:chars].rstrip() + '...' if chars else ''
+
+
+def is_whole_number(value: object) -> bool:
+    """Whether a value is an integer and no boolean."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

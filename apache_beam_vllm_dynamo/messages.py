@@ -1,0 +1,80 @@
+"""What one element of the PCollection may be.
+
+For completions: a string, a list of token ids, or a :class:`CompletionRequest`. For chat: a
+list of messages, or a :class:`ChatRequest`. The two request classes carry arguments of
+their own, so that one PCollection may mix output lengths, JSON schemas or temperatures.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+ContentPart: TypeAlias = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenAIChatMessage:
+    """One message of a conversation.
+
+    Attributes:
+      role: Who speaks: ``'system'``, ``'user'``, ``'assistant'`` or ``'tool'``.
+      content: The text, or a list of parts as the OpenAI schema has them (text, images), or
+        ``None`` for an assistant message that only calls tools.
+      name: A name that tells speakers of one role apart.
+      tool_calls: The tool calls that an assistant message made.
+      tool_call_id: Which of those calls a ``'tool'`` message answers.
+    """
+
+    role: str
+    content: str | Sequence[ContentPart] | None
+    name: str | None = None
+    tool_calls: Sequence[Mapping[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as the server expects it; what is not set is left out."""
+        message: dict[str, Any] = {'role': self.role, 'content': self.content}
+        for name in ('name', 'tool_calls', 'tool_call_id'):
+            value = getattr(self, name)
+            if value is not None:
+                message[name] = value
+        return message
+
+
+ChatMessage: TypeAlias = OpenAIChatMessage | Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionRequest:
+    """A prompt with arguments of its own.
+
+    Attributes:
+      prompt: The text, or the token ids.
+      arguments: Keyword arguments of the ``openai`` client's ``completions.create()``, e.g.
+        ``{'max_tokens': 200, 'extra_body': {'guided_json': {...}}}``. They win over the
+        transform's ``inference_args``, one by one.
+    """
+
+    prompt: str | Sequence[int]
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatRequest:
+    """A conversation with arguments of its own.
+
+    Attributes:
+      messages: The conversation, oldest message first.
+      arguments: Keyword arguments of the ``openai`` client's ``chat.completions.create()``,
+        e.g. ``{'temperature': 0, 'response_format': {...}}``. They win over the transform's
+        ``inference_args``, one by one.
+    """
+
+    messages: Sequence[ChatMessage]
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CompletionElement: TypeAlias = str | Sequence[int] | CompletionRequest
+ChatElement: TypeAlias = Sequence[ChatMessage] | ChatRequest
