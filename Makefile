@@ -7,11 +7,14 @@ SHELL := /bin/bash
 
 # The interpreter that environments are made with. A name on PATH may be a shim that answers
 # with an error, so each candidate is asked for its version.
-PYTHON ?= $(shell for name in python3 python3.12 python3.11 python3.13 python; do \
+PYTHON ?= $(shell for name in python3 python3.12 python3.11 python3.13 python3.14 python; do \
     $$name -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 \
     && echo $$name && break; done)
 
+# An environment that another Python made is used as it is, unless PYTHON was given by name.
+GIVEN := $(filter command environment,$(origin PYTHON))
 ENVIRONMENT := $(PYTHON) tools/environment.py
+THIS_PYTHON := $(if $(GIVEN),--this-python)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
 
 .PHONY: help python env env-cpu env-gpu test test-cpu demo lint format type lock clean
@@ -25,15 +28,15 @@ python:
 	    exit 1; }
 
 env: python ## .venv: simulated engines, tests, benchmarks, checks
-	@$(ENVIRONMENT) simulated
+	@$(ENVIRONMENT) simulated $(THIS_PYTHON)
 	@.venv/bin/python -m tools.small_model tokenizer
 
 env-cpu: python ## .venv-cpu: real vLLM engines on CPU cores, and a small real model
-	@$(ENVIRONMENT) cpu
+	@$(ENVIRONMENT) cpu $(THIS_PYTHON)
 	@.venv-cpu/bin/python -m tools.small_model full
 
 env-gpu: python ## .venv-gpu: real vLLM engines on NVIDIA GPUs
-	@$(ENVIRONMENT) gpu
+	@$(ENVIRONMENT) gpu $(THIS_PYTHON)
 
 test: env ## every test that needs no real engine
 	.venv/bin/python -m pytest $(ARGS)

