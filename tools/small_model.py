@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,10 @@ def ensure(directory: Path, *, with_weights: bool) -> None:
         if version.exists() and version.read_text() == VERSION:
             return
         print(f'small_model: making {directory}', flush=True)
-        with tempfile.TemporaryDirectory(prefix='.making-', dir=MODELS) as scratch:
+        prefix = f'.making-{directory.name}-'
+        for left in MODELS.glob(f'{prefix}*'):  # by a run that was killed
+            shutil.rmtree(left)
+        with tempfile.TemporaryDirectory(prefix=prefix, dir=MODELS) as scratch:
             made = Path(scratch) / 'made'
             made.mkdir()
             convert(fetch_gguf(Path(scratch)), made, with_weights=with_weights)
