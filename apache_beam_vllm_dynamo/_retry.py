@@ -2,15 +2,19 @@
 
 Two limits, for two questions:
 
-* *Is the server there for anybody?* Overload (429, 503, 529), a model that is not routed yet
-  (404 with an empty body) and a refused connection say nothing about the element. They are
-  waited out, however often they come, until the element has lost ``max_wait_s`` to them.
-  ``max_retries`` does not count them: a frontend that is away for a minute would use up any
-  count.
-* *Is it this element?* An answer of 5xx, a connection that broke with the request under way,
-  an answer that cannot be read and an attempt that timed out happened *to this element*
+* *Is the server there for anybody?* Overload (429, 529, 503), a model that is not routed yet
+  (503, or 404 with an empty body) and a refused connection say nothing about the element.
+  They are waited out, however often they come, until the element has lost ``max_wait_s`` to
+  them. ``max_retries`` does not count them: a frontend that is away for a minute would use up
+  any count.
+* *Is it this element?* Another answer of 5xx, a connection that broke with the request under
+  way, an answer that cannot be read and an attempt that timed out happened *to this element*
   while the server was there. ``max_retries`` counts them, because the element itself may be
   what kills the engine, and it must not do so for ever.
+
+Dynamo has one answer for "no engine is there" and "the engine that had your request died": a
+503 with the same body. The first comes at once, so a 503 that took longer than
+:data:`ENGINE_LOST_AFTER_S` is taken for the second and is counted.
 
 ``element_timeout_s`` bounds both together.
 """
@@ -42,6 +46,8 @@ DEFAULT_EXCERPT_CHARS = 200
 
 # The gap after a start or a restart in which a model is not routed is about half a second.
 FIRST_BACKOFF_S = 0.1
+# A frontend without an engine answers within milliseconds, tens of them under load.
+ENGINE_LOST_AFTER_S = 1.0
 # An element should notice within seconds that the server is there again.
 MAX_BACKOFF_S = 8.0
 # Without an end 2 ** attempts overflows a float after a thousand waits.
@@ -94,6 +100,7 @@ class RetryReason(enum.StrEnum):
     NOT_ROUTED = 'not_routed'
     CONNECT = 'connect'
     DISCONNECT = 'disconnect'
+    ENGINE_LOST = 'engine_lost'
     SERVER_ERROR = 'server_error'
     MALFORMED = 'malformed'
     TIMEOUT = 'timeout'
@@ -104,7 +111,9 @@ _BUSY = frozenset(
     {http.HTTPStatus.TOO_MANY_REQUESTS, http.HTTPStatus.SERVICE_UNAVAILABLE, _OVERLOADED}
 )
 _NEVER = frozenset({http.HTTPStatus.NOT_IMPLEMENTED, http.HTTPStatus.HTTP_VERSION_NOT_SUPPORTED})
-_LATE = frozenset({http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_EARLY})
+_LATE = frozenset(
+    {http.HTTPStatus.REQUEST_TIMEOUT, http.HTTPStatus.TOO_EARLY, http.HTTPStatus.GATEWAY_TIMEOUT}
+)
 _TOO_LARGE = 413  # its name changed between the versions of Python
 _MAY_BE_LENGTH = frozenset(
     {http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY, _TOO_LARGE}
@@ -118,6 +127,7 @@ FINAL_KIND: Mapping[RetryReason, ErrorKind] = {
     RetryReason.NOT_ROUTED: ErrorKind.UNAVAILABLE,
     RetryReason.CONNECT: ErrorKind.UNAVAILABLE,
     RetryReason.DISCONNECT: ErrorKind.ENGINE_DIED,
+    RetryReason.ENGINE_LOST: ErrorKind.ENGINE_DIED,
     RetryReason.SERVER_ERROR: ErrorKind.ENGINE_DIED,
     RetryReason.MALFORMED: ErrorKind.MALFORMED_RESPONSE,
     RetryReason.TIMEOUT: ErrorKind.DEADLINE_EXCEEDED,
@@ -172,6 +182,7 @@ def classify(
     headers: Mapping[str, str],
     body: bytes,
     *,
+    took_s: float = 0.0,
     excerpt_chars: int = DEFAULT_EXCERPT_CHARS,
     now: dt.datetime | None = None,
 ) -> Again | Refused:
@@ -181,24 +192,17 @@ def classify(
       status: Its HTTP status.
       headers: Its headers; looked up as ``Retry-After``.
       body: Its body, as it came.
+      took_s: How long it took to come, in seconds.
       excerpt_chars: How much of the server's message to keep.
       now: The time that a ``Retry-After`` date is compared with; the present by default.
     """
     said = _parse(body)
     message = _excerpt(said.message, excerpt_chars) or f'the server answered {status}'
-    if status in _BUSY:
-        reason = RetryReason.OVERLOADED
-        if status == http.HTTPStatus.SERVICE_UNAVAILABLE and said.type not in _OVERLOAD_TYPES:
-            reason = RetryReason.UNAVAILABLE
+    reason = _passing(status, body, said.type, took_s)
+    if reason is RetryReason.NOT_ROUTED:
+        return Again(reason, status, 'the server does not route the model yet')
+    if reason is not None:
         return Again(reason, status, message, retry_after_s(headers.get('Retry-After'), now))
-    if status == http.HTTPStatus.NOT_FOUND and not body.strip():
-        return Again(RetryReason.NOT_ROUTED, status, 'the server does not route the model yet')
-    if status in _NEVER:
-        return Refused(ErrorKind.INVALID_REQUEST, status, message)
-    if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR:
-        return Again(RetryReason.SERVER_ERROR, status, message)
-    if status in _LATE:
-        return Again(RetryReason.TIMEOUT, status, message)
     if status < http.HTTPStatus.BAD_REQUEST:
         text = f'the server answered {status}, which is no answer to a completion'
         return Refused(ErrorKind.MALFORMED_RESPONSE, status, text)
@@ -208,6 +212,22 @@ def classify(
     if lengths is not None:
         return Refused(ErrorKind.PROMPT_TOO_LONG, status, _length_text(lengths, message), lengths)
     return Refused(ErrorKind.INVALID_REQUEST, status, message)
+
+
+def _passing(status: int, body: bytes, error_type: str, took_s: float) -> RetryReason | None:
+    """Why another attempt may be answered; ``None`` if it will not."""
+    if status == http.HTTPStatus.SERVICE_UNAVAILABLE and error_type not in _OVERLOAD_TYPES:
+        lost = took_s >= ENGINE_LOST_AFTER_S
+        return RetryReason.ENGINE_LOST if lost else RetryReason.UNAVAILABLE
+    if status in _BUSY:
+        return RetryReason.OVERLOADED
+    if status == http.HTTPStatus.NOT_FOUND and not body.strip():
+        return RetryReason.NOT_ROUTED
+    if status in _LATE:
+        return RetryReason.TIMEOUT
+    if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR and status not in _NEVER:
+        return RetryReason.SERVER_ERROR
+    return None
 
 
 def retry_after_s(value: str | None, now: dt.datetime | None = None) -> float | None:
@@ -280,12 +300,14 @@ def _parse(body: bytes) -> _ErrorBody:
 # vLLM's own server has the numbers in its sentence alone. Each pattern asks for the words
 # around a number, so that no other number of the sentence can be taken for it.
 _LIMIT = re.compile(r'(?:context length(?: is(?: only)?| of)?|model length of) \(?(\d+)')
-_ACTUAL = re.compile(
-    r'contains (?:at least )?(\d+) input tokens'
-    r'|(?:passed|has) (\d+) input tokens'
-    r'|prompt \(length (\d+)\)'
-    r'|\((\d+) in the (?:messages|prompt)'
-    r'|requested (\d+) tokens'
+_ACTUAL = tuple(
+    re.compile(pattern)
+    for pattern in (
+        r'contains (?:at least )?(\d+) input tokens',
+        r'(?:passed|has) (\d+) input tokens',
+        r'prompt \(length (\d+)\)',
+        r'\((\d+) in the (?:messages|prompt)',
+    )
 )
 
 
@@ -294,14 +316,15 @@ def _too_long(said: _ErrorBody) -> dict[str, object] | None:
     if said.details.get('type') == 'context_length':
         return {key: said.details[key] for key in ('limit', 'actual') if key in said.details}
     limit = _LIMIT.search(said.message)
-    actual = _ACTUAL.search(said.message)
+    found = (pattern.search(said.message) for pattern in _ACTUAL)
+    actual = next((match for match in found if match), None)
     if said.param not in ('input_tokens', 'input_text') and not (limit and actual):
         return None
     lengths: dict[str, object] = {}
     if limit:
         lengths['limit'] = int(limit[1])
     if actual:
-        lengths['actual'] = int(next(group for group in actual.groups() if group))
+        lengths['actual'] = int(actual[1])
     return lengths
 
 

@@ -8,6 +8,7 @@ import functools
 import http
 import math
 import threading
+import time
 from collections.abc import Callable
 
 import aiohttp
@@ -49,6 +50,7 @@ class Sender:
             if not lookup.done():
                 # Shielded: the lookup is everybody's, and one request's end must not end it.
                 await asyncio.wait_for(asyncio.shield(lookup), timeout_s)
+            began = time.monotonic()
             url = _target(lookup.result(), request.target)
             async with self._thread.session.post(
                 url,
@@ -72,12 +74,15 @@ class Sender:
             return Again(RetryReason.DISCONNECT, None, text)
         except aiohttp.ClientResponseError as error:
             return Again(RetryReason.MALFORMED, None, f'the answer is no HTTP: {error.status}')
+        took_s = time.monotonic() - began
         if response.status == http.HTTPStatus.OK:
             try:
                 return parse_response(request.endpoint, body)
             except MalformedResponseError as error:
                 return Again(RetryReason.MALFORMED, 200, str(error))
-        return classify(response.status, response.headers, body, excerpt_chars=excerpt_chars)
+        return classify(
+            response.status, response.headers, body, took_s=took_s, excerpt_chars=excerpt_chars
+        )
 
     def _outdate(self, lookup: asyncio.Future[yarl.URL]) -> None:
         # Only the first of all requests that failed with this address asks again.
