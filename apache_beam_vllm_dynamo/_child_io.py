@@ -26,7 +26,7 @@ class LineAssembler:
         self._overwrite = False
         self._decode = codecs.getincrementaldecoder('utf-8')('replace').decode
 
-    def feed(self, data: bytes, final: bool = False) -> list[str]:
+    def feed(self, data: bytes, *, final: bool = False) -> list[str]:
         lines = []
         for piece in re.findall(r'\n|\r|[^\r\n]+', self._decode(data, final)):
             if piece == '\n':

@@ -26,8 +26,12 @@ killed, the kernel kills the command (PR_SET_PDEATHSIG, sound here because the s
 thread); the rest is for the owner to find.
 """
 
+# Importing pathlib would cost milliseconds at every start; exec is the purpose.
+# ruff: noqa: PTH123, PTH208, S606
+
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
@@ -36,6 +40,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -130,10 +135,8 @@ class Shim:
         pause_s = FIRST_KILL_PAUSE_S
         while not self._reap():
             for pid in _children():
-                try:
+                with contextlib.suppress(OSError):  # not ours to kill: left to its own end
                     os.kill(pid, signal.SIGKILL)
-                except OSError:
-                    pass
             self._requests(pause_s)
             pause_s = min(2 * pause_s, LONGEST_KILL_PAUSE_S)
 
@@ -166,10 +169,8 @@ class Shim:
         return found
 
     def _report(self, **event: object) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the owner is gone
             os.write(self._status_fd, json.dumps(event).encode() + b'\n')
-        except OSError:
-            pass  # the owner is gone
 
 
 def _arm_signals() -> int:
@@ -228,10 +229,10 @@ def _environment() -> dict[bytes, bytes]:
     return {name: value for name, equals, value in entries if equals}
 
 
-def _children() -> list[int]:
-    """The direct children of this process, adopted ones included."""
+def _children() -> Iterator[int]:
+    """The direct children of this process, adopted ones included, each as soon as it is found."""
     # Not /proc/self/task/*/children: kernels may be built without that file.
-    own, found = os.getpid(), []
+    own = os.getpid()
     for name in os.listdir('/proc'):
         if name.isdigit():
             try:
@@ -241,8 +242,7 @@ def _children() -> list[int]:
             except OSError:
                 continue
             if parent == own:
-                found.append(int(name))
-    return found
+                yield int(name)
 
 
 def _prctl(option: int, value: int) -> None:

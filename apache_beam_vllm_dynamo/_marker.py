@@ -98,6 +98,6 @@ def _start_ticks(pid: int) -> int | None:
 
 def _pid_namespace(pid: str) -> str | None:
     try:
-        return os.readlink(f'/proc/{pid}/ns/pid')
+        return str(pathlib.Path(f'/proc/{pid}/ns/pid').readlink())
     except OSError:
         return None

@@ -206,7 +206,7 @@ def stop_all(processes: Iterable[ManagedProcess], reason: str) -> bool:
 
 
 def _end(processes: Sequence[ManagedProcess], command: bytes, reason: str) -> bool:
-    runs = [run for process in processes if (run := process._running()) is not None]
+    runs = [run for it in processes if (run := it._running()) is not None]  # noqa: SLF001  same room
     for run in runs:
         run.ask(command, reason)
     grace_s = max((run.spec.stop_grace_s for run in runs), default=0.0) if command == b'T' else 0.0
@@ -318,7 +318,7 @@ class _Run:
     def _read(self) -> None:
         try:
             self._read_pipes()
-        except Exception:
+        except Exception:  # noqa: BLE001  the child must not go on unguarded
             _log.exception('%s: its reader failed', self.spec.label)
         finally:
             self._shim.kill()  # it has ended, unless the reader failed
@@ -394,5 +394,5 @@ class _Run:
             if self._on_line is not None:
                 try:
                     self._on_line(line)
-                except Exception:
+                except Exception:  # noqa: BLE001  whatever it raises, the pipe must not fill up
                     _log.exception('%s: on_line failed', self.spec.label)

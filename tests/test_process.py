@@ -30,6 +30,8 @@ from tests.support.processes import (
     nothing_left_in_this_process,
     parent_of,
     report_of,
+    runs,
+    session_of,
     state_of,
     wait_until,
 )
@@ -92,7 +94,7 @@ class TestStart:
         assert report['other_fds'] == []
         assert report['fds']['0'] == '/dev/null'
         assert report['fds']['1'] == report['fds']['2']
-        assert os.readlink(f'/proc/{child.pid}/cwd') == str(tmp_path)
+        assert pathlib.Path(f'/proc/{child.pid}/cwd').readlink() == tmp_path
         assert set(fds_of(child.pid or 0)) == {0, 1, 2}
         child.stop('end of the test')
 
@@ -125,6 +127,16 @@ class TestStart:
         assert child.poll() is None
         assert child.pid is None
         assert child.stop('nothing to do')
+
+    def test_the_guard_is_out_of_reach_of_the_terminal_and_the_group_of_its_owner(
+        self, tree: ProcessTree
+    ) -> None:
+        """Guard and command each lead a session, so Ctrl-C reaches neither."""
+        child = started(tree.spec())
+        guard = guard_of(child)
+        assert session_of(guard) == guard
+        assert session_of(child.pid or 0) == child.pid
+        child.stop('end of the test')
 
     def test_a_missing_directory_is_named(self, tree: ProcessTree) -> None:
         """The command is not to blame for that."""
@@ -415,7 +427,7 @@ class TestOwner:
         wait_until('the thread is gone from the kernel', lambda: _tasks() == _python_threads())
         with pytest.raises(AssertionError, match='not within'):
             wait_until('the child ends', child.poll, timeout_s=0.5)
-        assert state_of(child.pid or 0) == 'S'
+        assert runs(child.pid)
         child.stop('end of the test')
 
     @pytest.mark.parametrize('mode', ['killed', 'terminated', 'return', 'fork', 'multiprocessing'])
@@ -440,7 +452,7 @@ class TestOwner:
             wait_until('only the fork is left', lambda: tree.pids() == survivors, timeout_s=10.0)
             assert time.monotonic() - begin < 10.0
             if fork:
-                assert state_of(fork) == 'S'
+                assert runs(fork)
                 os.kill(fork, signal.SIGKILL)
 
     def test_a_dropped_object_lets_its_child_go(self, tree: ProcessTree) -> None:
@@ -467,7 +479,7 @@ class TestOwner:
                 assert fds_of() == before
                 del child
                 gc.collect()
-            except BaseException:
+            except BaseException:  # noqa: BLE001  a fork must not run the rest of the tests
                 os._exit(1)
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -500,7 +512,7 @@ class TestHeldDescriptors:
 
 
 def _tasks() -> int:
-    return len(os.listdir('/proc/self/task'))
+    return len([*pathlib.Path('/proc/self/task').iterdir()])
 
 
 def _python_threads() -> int:

@@ -11,6 +11,9 @@ SPAWN_GRANDCHILD_IN_OWN_SESSION: not empty: it has a descendant that it is not t
 EXIT_CODE: not empty: it ends by itself when it is ready, with that exit status.
 """
 
+# It starts faster without pathlib, and printing is how it answers.
+# ruff: noqa: PTH110, PTH115, PTH123, PTH208, T201
+
 from __future__ import annotations
 
 import json

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pathlib
 import signal
 import sys
 
@@ -41,14 +42,13 @@ def fork(mode: str) -> int:
 
 
 def main(mode: str) -> None:
-    fake = os.path.join(os.path.dirname(__file__), 'child.py')
-    argv = (sys.executable, '-S', fake)
+    argv = (sys.executable, '-S', str(pathlib.Path(__file__).with_name('child.py')))
     child = ManagedProcess(ChildSpec('fake', argv, dict(os.environ), None, stop_grace_s=60.0))
     child.start()
     while not child.log_tail():
         child.wait(0.01)
     forked = fork(mode) if mode in ('fork', 'multiprocessing') else 0
-    print(child.pid, forked, flush=True)
+    print(child.pid, forked, flush=True)  # noqa: T201
     if mode != 'return':
         wait()
 

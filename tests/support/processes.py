@@ -42,6 +42,11 @@ def state_of(pid: int) -> str | None:
     return stat[0] if stat else None
 
 
+def runs(pid: int | None) -> bool:
+    """Whether a process is there, and neither ended nor stopped."""
+    return pid is not None and state_of(pid) not in (None, 'Z', 'X', 'T', 't')
+
+
 def parent_of(pid: int) -> int | None:
     stat = _stat(pid)
     return int(stat[1]) if stat else None
