@@ -135,18 +135,30 @@ class InferenceClient:
         self.close()
 
     def _dispatcher(self) -> Dispatcher:
-        if self._closed:
-            raise RuntimeFailedError('The client is closed.')
+        self._check_open()
         # By process, because a fork copies the parent's dispatcher but not its thread.
         pid = os.getpid()
         dispatcher = self._dispatchers.get(pid)
+        if dispatcher is not None and dispatcher.is_lost():
+            self._dispatchers.pop(pid, None)
+            dispatcher.close()
+            dispatcher = None
         if dispatcher is None:
             new = Dispatcher(loop_thread(), self._endpoint, self._window, self._limits)
             dispatcher = self._dispatchers.setdefault(pid, new)
             if dispatcher is new:
                 weakref.finalize(self, dispatcher.close).atexit = False
         dispatcher.start()
+        try:
+            self._check_open()  # closed by another thread meanwhile, which may have missed this
+        except RuntimeFailedError:
+            dispatcher.close()
+            raise
         return dispatcher
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeFailedError('The client is closed.')
 
 
 class RequestStream(Generic[Token]):
@@ -179,7 +191,9 @@ class RequestStream(Generic[Token]):
             self._untaken += 1
             self._group.outcomes.put((token, _unsent(request)))
             return
+        self._raise_error()
         while not self._group.room.acquire(timeout=_LIVENESS_CHECK_S):
+            self._raise_error()
             self._dispatcher.check_alive()
         self._raise_error()
         self._untaken += 1

@@ -148,8 +148,12 @@ class Dispatcher:
 
     def check_alive(self) -> None:
         """Raises RuntimeFailedError if nobody works on the jobs any more."""
-        if self._closed or not self._thread.is_alive():
+        if self._closed or self.is_lost():
             raise RuntimeFailedError('The client ended while requests were waiting.')
+
+    def is_lost(self) -> bool:
+        """Whether the loop has died, which nothing but a bug makes it do."""
+        return self._loop is not None and not self._loop.is_running()
 
     def close(self) -> None:
         """Fails all jobs and lets go of the loop."""
@@ -161,14 +165,14 @@ class Dispatcher:
             self._closed = True
             if self._loop is None:
                 return
-        if self._thread.is_alive():
+        if self._loop.is_running():
             ended = threading.Event()
             # The interpreter's exit may have closed the loop in between.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._end, ended)
                 if not self._thread.is_current():
                     ended.wait(_END_TIMEOUT_S)
-        self._thread.release()
+        self._thread.release(self._loop)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         loop = self._loop

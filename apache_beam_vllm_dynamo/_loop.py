@@ -40,18 +40,21 @@ class LoopThread:
     def acquire(self) -> asyncio.AbstractEventLoop:
         """Starts the thread if need be; every call is paired with one of :meth:`release`."""
         with self._lock:
-            if self._loop is None:
+            if not self.is_alive():
+                self._holders = 0
                 self._start()
             self._holders += 1
             assert self._loop is not None
             return self._loop
 
-    def release(self) -> None:
+    def release(self, loop: asyncio.AbstractEventLoop) -> None:
         """Stops the thread and closes all connections when nobody holds it any more."""
         with self._lock:
-            self._holders -= 1
-            if self._holders == 0:
-                self._stop()
+            # A loop that died was replaced for the others, who do not share this hold.
+            if loop is self._loop:
+                self._holders -= 1
+                if self._holders == 0:
+                    self._stop()
 
     def is_alive(self) -> bool:
         """Whether the loop runs."""
@@ -94,10 +97,11 @@ class LoopThread:
             loop.close()
 
     async def _close_session(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        # The end of a task may let another one start.
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             # A closed transport lets its socket go one turn of the loop later.

@@ -63,7 +63,7 @@ class FakeServer:
       bodies: The JSON bodies that came.
       headers: The headers that came.
       queries: The query strings that came.
-      connections: How many connections were opened.
+      connections: How many connections brought a request.
       in_flight: How many requests are being answered.
       most_in_flight: The most there ever were at once.
       cancelled: How many requests were given up by the client.
@@ -76,17 +76,21 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.queries: list[dict[str, str]] = []
-        self.connections = 0
         self.in_flight = 0
         self.most_in_flight = 0
         self.cancelled = 0
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._transports: set[asyncio.BaseTransport] = set()
+        # Kept after their end as well, so that none is counted twice.
+        self._transports: set[asyncio.Transport] = set()
         self._loop = asyncio.new_event_loop()
         self._stopping: asyncio.Event | None = None
         self._ready = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name='fake-server')
+
+    @property
+    def connections(self) -> int:
+        return len(self._transports)
 
     @property
     def url(self) -> str:
@@ -132,44 +136,26 @@ class FakeServer:
             application, handler_cancellation=True, shutdown_timeout=0.01, access_log=None
         )
         await runner.setup()
-        server = runner.server
-        assert server is not None
-        listener = await self._loop.create_server(
-            lambda: self._watch(server()), '127.0.0.1', self.port
-        )
-        self.port = listener.sockets[0].getsockname()[1]
+        site = web.TCPSite(runner, '127.0.0.1', self.port)
+        await site.start()
+        self.port = runner.addresses[0][1]
         self._ready.set()
         await self._stopping.wait()
-        listener.close()
+        await site.stop()
         self._cut_all()
         await runner.cleanup()
 
-    def _watch(self, protocol: Any) -> Any:
-        self.connections += 1
-        made, lost = protocol.connection_made, protocol.connection_lost
-
-        def connection_made(transport: asyncio.BaseTransport) -> None:
-            self._transports.add(transport)
-            made(transport)
-
-        def connection_lost(error: BaseException | None) -> None:
-            self._transports.discard(protocol.transport)
-            lost(error)
-
-        protocol.connection_made = connection_made
-        protocol.connection_lost = connection_lost
-        return protocol
-
     def _cut_all(self) -> None:
-        for transport in list(self._transports):
-            transport.abort()  # type: ignore[attr-defined]  # every socket's transport has it
-        self._transports.clear()
+        for transport in self._transports:
+            transport.abort()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         prompt = body.get('prompt', body.get('messages'))
         if not isinstance(prompt, str):
             prompt = json.dumps(prompt)
+        assert request.transport is not None
+        self._transports.add(request.transport)
         self.prompts.append(prompt)
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
