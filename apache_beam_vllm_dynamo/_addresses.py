@@ -19,12 +19,12 @@ from pathlib import Path
 
 from apache_beam_vllm_dynamo.errors import StartError
 
-LOOPBACK = "127.0.0.1"
+LOOPBACK = '127.0.0.1'
 LOWEST_PORT = 10_000  # below it live the well-known services
 HIGHEST_PORT = 32_767  # DYN_SYSTEM_PORT is read as a signed 16-bit number
 LONGEST_SOCKET_PATH_BYTES = 100  # sun_path holds 108, and ZeroMQ adds to some names
 
-_EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_EPHEMERAL_RANGE = Path('/proc/sys/net/ipv4/ip_local_port_range')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,22 +67,22 @@ class Addresses:
     @property
     def base_url(self) -> str:
         """Where requests go."""
-        return f"http://{LOOPBACK}:{self.frontend_port}"
+        return f'http://{LOOPBACK}:{self.frontend_port}'
 
     @property
     def etcd_endpoint(self) -> str:
         """The etcd of this start."""
-        return f"http://{LOOPBACK}:{self.etcd_client_port}"
+        return f'http://{LOOPBACK}:{self.etcd_client_port}'
 
     @property
     def etcd_directory(self) -> Path:
         """Where the etcd of this start keeps its data."""
-        return self.directory / "etcd"
+        return self.directory / 'etcd'
 
     @property
     def discovery_directory(self) -> Path:
         """Where engines and frontend find each other without etcd."""
-        return self.directory / "discovery"
+        return self.directory / 'discovery'
 
 
 def allocate(
@@ -108,13 +108,13 @@ def allocate(
         frontend_port=frontend,
         etcd_client_port=etcd_client,
         etcd_peer_port=etcd_peer,
-        broker_in=_socket(directory, "events-in"),
-        broker_out=_socket(directory, "events-out"),
+        broker_in=_socket(directory, 'events-in'),
+        broker_out=_socket(directory, 'events-out'),
         engines=tuple(
             EngineAddresses(
                 system_port=next(free),
                 side_channel_port=next(free),
-                kv_events=_socket(directory, f"kv-{index}"),
+                kv_events=_socket(directory, f'kv-{index}'),
             )
             for index in range(num_engines)
         ),
@@ -144,8 +144,8 @@ def free_ports(count: int) -> list[int]:
             listener.close()
     if len(found) < count:
         raise StartError(
-            f"Only {len(found)} of {count} ports between {LOWEST_PORT} and {HIGHEST_PORT} are "
-            "free on this machine; end what listens there, or start fewer engines."
+            f'Only {len(found)} of {count} ports between {LOWEST_PORT} and {HIGHEST_PORT} are '
+            'free on this machine; end what listens there, or start fewer engines.'
         )
     return found
 
@@ -169,7 +169,7 @@ def _bind(port: int) -> socket.socket | None:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         # No SO_REUSEADDR: a port in any use is passed over.
-        listener.bind(("0.0.0.0", port))  # noqa: S104 - bound for a moment, never listened on
+        listener.bind(('0.0.0.0', port))  # noqa: S104 - bound for a moment, never listened on
     except OSError:
         listener.close()
         return None
@@ -180,7 +180,7 @@ def _socket(directory: Path, name: str) -> str:
     path = os.fspath(directory / name)
     if len(os.fsencode(path)) > LONGEST_SOCKET_PATH_BYTES:
         raise StartError(
-            f"{path} is too long for a Unix socket ({LONGEST_SOCKET_PATH_BYTES} bytes at most); "
-            "set TMPDIR to a shorter path on the worker."
+            f'{path} is too long for a Unix socket ({LONGEST_SOCKET_PATH_BYTES} bytes at most); '
+            'set TMPDIR to a shorter path on the worker.'
         )
-    return f"ipc://{path}"
+    return f'ipc://{path}'

@@ -22,20 +22,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
-ServerArgument = (
-    str | int | float | bool | Sequence[object] | Mapping[str, object] | None
-)
+ServerArgument = str | int | float | bool | Sequence[object] | Mapping[str, object] | None
 """What the value of a server argument may be."""
 
 
 def flag_name(key: str) -> str:
     """The name of a flag as command lines spell it: no leading dashes, no underscores."""
-    return key.lstrip("-").replace("_", "-")
+    return key.lstrip('-').replace('_', '-')
 
 
-def normalized(
-    field: str, arguments: Mapping[str, ServerArgument]
-) -> dict[str, ServerArgument]:
+def normalized(field: str, arguments: Mapping[str, ServerArgument]) -> dict[str, ServerArgument]:
     """Copies ``arguments`` with their keys as flag names, after checking each.
 
     Raises:
@@ -44,26 +40,22 @@ def normalized(
     """
     if not isinstance(arguments, Mapping):
         raise ConfigurationError(
-            f"{field} is {arguments!r}; it must be a mapping of flag names to values, "
+            f'{field} is {arguments!r}; it must be a mapping of flag names to values, '
             "such as {'max-num-seqs': 32}."
         )
     result: dict[str, ServerArgument] = {}
     for key, value in arguments.items():
-        if (
-            not isinstance(key, str)
-            or not flag_name(key)
-            or any(c in key for c in " =\n\t")
-        ):
+        if not isinstance(key, str) or not flag_name(key) or any(c in key for c in ' =\n\t'):
             raise ConfigurationError(
-                f"{field} has the key {key!r}, which is not the name of a flag; "
+                f'{field} has the key {key!r}, which is not the name of a flag; '
                 "write it like 'max-num-seqs', with its value apart."
             )
         flag = flag_name(key)
         if flag in result:
             raise ConfigurationError(
-                f"{field} gives --{flag} twice (as {key!r} and in another spelling); keep one."
+                f'{field} gives --{flag} twice (as {key!r} and in another spelling); keep one.'
             )
-        _check_value(f"{field}[{key!r}]", value)
+        _check_value(f'{field}[{key!r}]', value)
         result[flag] = value
     return result
 
@@ -79,7 +71,7 @@ def render(arguments: Mapping[str, ServerArgument]) -> tuple[str, ...]:
 def given(arguments: Mapping[str, ServerArgument], flags: Iterable[str]) -> str | None:
     """The first of ``flags``, or of their negations, that ``arguments`` holds."""
     for flag in flags:
-        for name in (flag, f"no-{flag}"):
+        for name in (flag, f'no-{flag}'):
             if name in arguments:
                 return name
     return None
@@ -87,25 +79,21 @@ def given(arguments: Mapping[str, ServerArgument], flags: Iterable[str]) -> str 
 
 def _check_value(where: str, value: object) -> None:
     if isinstance(value, float) and not math.isfinite(value):
-        raise ConfigurationError(
-            f"{where} is {value!r}; a server argument must be finite."
-        )
-    if isinstance(value, str) and "\x00" in value:
-        raise ConfigurationError(
-            f"{where} holds a NUL character, which no command line can carry."
-        )
+        raise ConfigurationError(f'{where} is {value!r}; a server argument must be finite.')
+    if isinstance(value, str) and '\x00' in value:
+        raise ConfigurationError(f'{where} holds a NUL character, which no command line can carry.')
     if value is None or isinstance(value, (str, bool, int, float)):
         return
     if isinstance(value, (list, tuple)):
         if not value:
             raise ConfigurationError(
-                f"{where} is an empty list; leave the key out, or give None for a bare flag."
+                f'{where} is an empty list; leave the key out, or give None for a bare flag.'
             )
         for item in value:
             if item is None or isinstance(item, bool):
                 raise ConfigurationError(
-                    f"{where} holds {item!r}; a list of values may hold strings, numbers, "
-                    "lists and dicts."
+                    f'{where} holds {item!r}; a list of values may hold strings, numbers, '
+                    'lists and dicts.'
                 )
             _check_value(where, item)
         return
@@ -113,26 +101,24 @@ def _check_value(where: str, value: object) -> None:
         try:
             _json(value)
         except (TypeError, ValueError) as error:
-            raise ConfigurationError(
-                f"{where} cannot be written as JSON: {error}."
-            ) from error
+            raise ConfigurationError(f'{where} cannot be written as JSON: {error}.') from error
         return
     raise ConfigurationError(
-        f"{where} is {value!r}, a {type(value).__name__}; a server argument may be a str, int, "
-        "float, bool, list, dict or None."
+        f'{where} is {value!r}, a {type(value).__name__}; a server argument may be a str, int, '
+        'float, bool, list, dict or None.'
     )
 
 
 def _render_one(flag: str, value: ServerArgument) -> list[str]:
     if value is None or value is True:
-        return [f"--{flag}"]
+        return [f'--{flag}']
     if value is False:
-        return [f"--no-{flag}"]
+        return [f'--no-{flag}']
     if isinstance(value, (list, tuple)):
-        return [f"--{flag}", *(_text(item) for item in value)]
+        return [f'--{flag}', *(_text(item) for item in value)]
     text = _text(value)
     # argparse takes a separate value that starts with a dash for another flag.
-    return [f"--{flag}={text}"] if text.startswith("-") else [f"--{flag}", text]
+    return [f'--{flag}={text}'] if text.startswith('-') else [f'--{flag}', text]
 
 
 def _text(value: object) -> str:
@@ -150,4 +136,4 @@ def _json(value: object) -> str:
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r} is a {type(value).__name__}")
+    raise TypeError(f'{value!r} is a {type(value).__name__}')

@@ -9,55 +9,47 @@ from apache_beam_vllm_dynamo import _reserved
 from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
-_GPU_ORDINAL = re.compile(r"\d+")
-_GPU_NAME = re.compile(r"(GPU|MIG)-[0-9A-Za-z/-]+")
-_ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GPU_ORDINAL = re.compile(r'\d+')
+_GPU_NAME = re.compile(r'(GPU|MIG)-[0-9A-Za-z/-]+')
+_ENVIRONMENT_NAME = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 
 def check_choice(field: str, value: object, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ConfigurationError(
-            f"{field} is {value!r}; it must be one of {', '.join(map(repr, choices))}."
+            f'{field} is {value!r}; it must be one of {", ".join(map(repr, choices))}.'
         )
 
 
 def check_count(field: str, value: object) -> None:
     if type(value) is not int or value < 1:
-        raise ConfigurationError(
-            f"{field} is {value!r}; it must be a whole number, 1 or more."
-        )
+        raise ConfigurationError(f'{field} is {value!r}; it must be a whole number, 1 or more.')
 
 
 def check_seconds(field: str, value: object) -> None:
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 0 < value < 1e9
-    ):
-        raise ConfigurationError(
-            f"{field} is {value!r}; it must be a number of seconds above 0."
-        )
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e9:
+        raise ConfigurationError(f'{field} is {value!r}; it must be a number of seconds above 0.')
 
 
 def gpu_devices(devices: object) -> tuple[str, ...]:
     if isinstance(devices, str):
-        devices = devices.split(",")
+        devices = devices.split(',')
     if not isinstance(devices, (list, tuple, range)):
         raise ConfigurationError(
             f"gpu_devices is {devices!r}; give a tuple such as ('0', '1') or ('GPU-8a2f…',)."
         )
     names: list[str] = []
     for device in devices:
-        name = str(device).strip() if type(device) in (int, str) else ""
+        name = str(device).strip() if type(device) in (int, str) else ''
         if _GPU_ORDINAL.fullmatch(name):
             name = str(int(name))
         elif not _GPU_NAME.fullmatch(name):
             raise ConfigurationError(
-                f"gpu_devices holds {device!r}; a GPU is named by its ordinal (0), its UUID "
+                f'gpu_devices holds {device!r}; a GPU is named by its ordinal (0), its UUID '
                 "('GPU-…') or its MIG name ('MIG-…'), as `nvidia-smi -L` prints them."
             )
         if name in names:
-            raise ConfigurationError(f"gpu_devices names {name!r} twice.")
+            raise ConfigurationError(f'gpu_devices names {name!r} twice.')
         names.append(name)
     return tuple(names)
 
@@ -66,26 +58,22 @@ def cpu_cores(cores: object) -> tuple[int, ...]:
     if not isinstance(cores, (list, tuple, range)) or any(
         type(core) is not int or core < 0 for core in cores
     ):
-        raise ConfigurationError(
-            f"cpu_cores is {cores!r}; give a tuple of core numbers: (0, 1)."
-        )
+        raise ConfigurationError(f'cpu_cores is {cores!r}; give a tuple of core numbers: (0, 1).')
     if len(set(cores)) != len(cores):
-        raise ConfigurationError(f"cpu_cores is {cores!r}, which names a core twice.")
+        raise ConfigurationError(f'cpu_cores is {cores!r}, which names a core twice.')
     return tuple(cores)
 
 
 def environment(env: object) -> dict[str, str]:
     if not isinstance(env, Mapping):
-        raise ConfigurationError("env must be a mapping of variable names to strings.")
+        raise ConfigurationError('env must be a mapping of variable names to strings.')
     for name, value in env.items():
         if not isinstance(name, str) or not _ENVIRONMENT_NAME.fullmatch(name):
+            raise ConfigurationError(f'env has the key {name!r}, which no variable can have.')
+        if not isinstance(value, str) or '\x00' in value:
             raise ConfigurationError(
-                f"env has the key {name!r}, which no variable can have."
-            )
-        if not isinstance(value, str) or "\x00" in value:
-            raise ConfigurationError(
-                f"env[{name!r}] is a {type(value).__name__} that is not a plain string; "
-                "environment values are strings."
+                f'env[{name!r}] is a {type(value).__name__} that is not a plain string; '
+                'environment values are strings.'
             )
         _reserved.check_engine_variable(name)
     return dict(env)
@@ -104,7 +92,7 @@ def positive_int_argument(
             number = 0
         if isinstance(value, bool) or number < 1:
             raise ConfigurationError(
-                f"vllm_server_kwargs[{flag!r}] is {value!r}; it must be a whole number, 1 or more."
+                f'vllm_server_kwargs[{flag!r}] is {value!r}; it must be a whole number, 1 or more.'
             )
         return number
     return default

@@ -18,13 +18,13 @@ from apache_beam_vllm_dynamo._arguments import ServerArgument, given, render
 from apache_beam_vllm_dynamo._reserved import OWNED_VARIABLE_PREFIXES
 from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig, DynamoVLLMEngineSpec
 
-EVENT_BROKER_SCRIPT = Path(__file__).with_name("_event_broker.py")
+EVENT_BROKER_SCRIPT = Path(__file__).with_name('_event_broker.py')
 
 # Dynamo gives up a send after 5 s by default, which a burst on a busy machine exceeds.
 TCP_REQUEST_TIMEOUT_SECS = 60
 
 # Block hashes must agree between the processes of one runtime, or no prefix ever matches.
-HASH_SEED = "0"
+HASH_SEED = '0'
 
 # Other variables of the worker that would make children meet on one port or one device.
 _NOT_INHERITED = frozenset({
@@ -84,13 +84,13 @@ class Stack:
     @property
     def starts_etcd(self) -> bool:
         """Whether an etcd is among the children."""
-        return self.config.discovery == "etcd" and self.external_etcd is None
+        return self.config.discovery == 'etcd' and self.external_etcd is None
 
 
 def etcd_command(program: str, stack: Stack) -> Command:
     """An etcd for this runtime alone, on loopback."""
     addresses = stack.addresses
-    peer = f"http://{LOOPBACK}:{addresses.etcd_peer_port}"
+    peer = f'http://{LOOPBACK}:{addresses.etcd_peer_port}'
     name = stack.namespace
     argv = (
         program,
@@ -104,7 +104,7 @@ def etcd_command(program: str, stack: Stack) -> Command:
         '--log-level', 'warn',
     )  # fmt: skip
     # etcd reads any of its flags from ETCD_… too.
-    return Command(argv, _without(stack.base_env, prefixes=("ETCD_",)))
+    return Command(argv, _without(stack.base_env, prefixes=('ETCD_',)))
 
 
 def event_broker_command(stack: Stack) -> Command:
@@ -122,26 +122,26 @@ def frontend_command(stack: Stack) -> Command:
     """The HTTP server with the router."""
     config = stack.config
     arguments: dict[str, ServerArgument] = {
-        "http-host": LOOPBACK,
-        "http-port": stack.addresses.frontend_port,
+        'http-host': LOOPBACK,
+        'http-port': stack.addresses.frontend_port,
         **_planes(config),
-        "router-mode": config.router_mode,
+        'router-mode': config.router_mode,
         **_router_arguments(config),
-        "migration-limit": config.migration_limit,
+        'migration-limit': config.migration_limit,
     }
     argv = (
         stack.python, '-m', 'dynamo.frontend', *render(_merged(arguments, config.frontend_kwargs))
     )  # fmt: skip
     env = _dynamo_environment(stack)
     # At its default level the frontend writes a line for every request.
-    env.setdefault("DYN_LOG", "warn")
+    env.setdefault('DYN_LOG', 'warn')
     return Command(argv, env)
 
 
 def engine_command(stack: Stack, index: int) -> Command:
     """Engine ``index``, counted from 0, on its devices."""
     spec = stack.config.listed_engines[index]
-    simulated = stack.config.engine_kind == "simulated"
+    simulated = stack.config.engine_kind == 'simulated'
     argv = _simulated_argv(stack, spec) if simulated else _vllm_argv(stack, spec, index)
     return Command(argv, _engine_environment(stack, spec, index))
 
@@ -157,12 +157,12 @@ def native_server_command(
 ) -> Command:
     """vLLM's own OpenAI-compatible server, without Dynamo, on loopback."""
     ours: dict[str, ServerArgument] = {
-        "model": model_name,
-        "host": LOOPBACK,
-        "port": port,
+        'model': model_name,
+        'host': LOOPBACK,
+        'port': port,
     }
     if chat_template is not None:
-        ours["chat-template"] = os.fspath(chat_template)
+        ours['chat-template'] = os.fspath(chat_template)
     argv = (
         python, '-m', 'vllm.entrypoints.openai.api_server', *render(_merged(ours, arguments))
     )  # fmt: skip
@@ -172,15 +172,15 @@ def native_server_command(
 def _vllm_argv(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) -> tuple[str, ...]:
     config = stack.config
     arguments: dict[str, ServerArgument] = {
-        "model": stack.model_name,
-        "served-model-name": stack.model_name,
+        'model': stack.model_name,
+        'served-model-name': stack.model_name,
         **_planes(config),
     }
     if config.uses_kv_router:
-        arguments["enable-prefix-caching"] = None
-    arguments["kv-events-config"] = _kv_events_config(stack, index)
+        arguments['enable-prefix-caching'] = None
+    arguments['kv-events-config'] = _kv_events_config(stack, index)
     if stack.chat_template is not None:
-        arguments["custom-jinja-template"] = os.fspath(stack.chat_template)
+        arguments['custom-jinja-template'] = os.fspath(stack.chat_template)
     return (
         stack.python, '-m', 'dynamo.vllm', *render(_merged(arguments, spec.vllm_server_kwargs))
     )  # fmt: skip
@@ -188,99 +188,95 @@ def _vllm_argv(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) -> tuple[st
 
 def _simulated_argv(stack: Stack, spec: DynamoVLLMEngineSpec) -> tuple[str, ...]:
     arguments: dict[str, ServerArgument] = {
-        "model-path": stack.model_name,
-        "model-name": stack.model_name,
+        'model-path': stack.model_name,
+        'model-name': stack.model_name,
         **_planes(stack.config),
-        "block-size": SIMULATED_BLOCK_SIZE_TOKENS,
+        'block-size': SIMULATED_BLOCK_SIZE_TOKENS,
     }
     known = {
         flag: value
         for flag, value in spec.vllm_server_kwargs.items()
-        if flag.removeprefix("no-") in SIMULATED_VLLM_FLAGS
+        if flag.removeprefix('no-') in SIMULATED_VLLM_FLAGS
     }
     arguments = _merged(_merged(arguments, known), spec.simulation_kwargs)
-    return (stack.python, "-m", "dynamo.mocker", *render(arguments))
+    return (stack.python, '-m', 'dynamo.mocker', *render(arguments))
 
 
 def _kv_events_config(stack: Stack, index: int) -> str:
-    if stack.config.kv_event_mode != "zmq":
-        return json.dumps({"enable_kv_cache_events": False})
+    if stack.config.kv_event_mode != 'zmq':
+        return json.dumps({'enable_kv_cache_events': False})
     # An ipc endpoint, because vLLM binds it; it would only connect to one on loopback TCP,
     # and then nobody listens.
     return json.dumps(
         {
-            "publisher": "zmq",
-            "topic": "kv-events",
-            "endpoint": stack.addresses.engines[index].kv_events,
-            "enable_kv_cache_events": True,
+            'publisher': 'zmq',
+            'topic': 'kv-events',
+            'endpoint': stack.addresses.engines[index].kv_events,
+            'enable_kv_cache_events': True,
         }
     )
 
 
 def _planes(config: DynamoRuntimeConfig) -> dict[str, ServerArgument]:
     return {
-        "discovery-backend": config.discovery,
-        "request-plane": "tcp",
-        "event-plane": "zmq",
+        'discovery-backend': config.discovery,
+        'request-plane': 'tcp',
+        'event-plane': 'zmq',
     }
 
 
 def _router_arguments(config: DynamoRuntimeConfig) -> dict[str, ServerArgument]:
-    if config.kv_event_mode == "zmq":
-        return {"router-predicted-ttl-secs": config.router_prediction_secs}
-    if config.kv_event_mode == "approximate":
+    if config.kv_event_mode == 'zmq':
+        return {'router-predicted-ttl-secs': config.router_prediction_secs}
+    if config.kv_event_mode == 'approximate':
         return {
-            "router-kv-events": False,
-            "router-ttl-secs": config.router_prediction_secs,
+            'router-kv-events': False,
+            'router-ttl-secs': config.router_prediction_secs,
         }
     if config.uses_kv_router:
-        return {"router-kv-events": False, "router-kv-overlap-score-credit": 0}
-    return {"router-kv-events": False}
+        return {'router-kv-events': False, 'router-kv-overlap-score-credit': 0}
+    return {'router-kv-events': False}
 
 
 def _dynamo_environment(stack: Stack) -> dict[str, str]:
-    env = _without(
-        stack.base_env, names=_NOT_INHERITED, prefixes=OWNED_VARIABLE_PREFIXES
-    )
+    env = _without(stack.base_env, names=_NOT_INHERITED, prefixes=OWNED_VARIABLE_PREFIXES)
     addresses = stack.addresses
-    env.setdefault("DYN_TCP_REQUEST_TIMEOUT", str(TCP_REQUEST_TIMEOUT_SECS))
+    env.setdefault('DYN_TCP_REQUEST_TIMEOUT', str(TCP_REQUEST_TIMEOUT_SECS))
     env |= {
-        "DYN_NAMESPACE": stack.namespace,
-        "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-        "DYN_TCP_RPC_HOST": LOOPBACK,
-        "DYN_TCP_RESPONSE_STREAM_HOST": LOOPBACK,
-        "DYN_EVENT_PLANE_HOST": LOOPBACK,
-        "DYN_ZMQ_BROKER_URL": f"xsub={addresses.broker_in} , xpub={addresses.broker_out}",
-        "PYTHONUNBUFFERED": "1",
+        'DYN_NAMESPACE': stack.namespace,
+        'DYN_SDK_DISABLE_ANSI_LOGGING': '1',
+        'DYN_TCP_RPC_HOST': LOOPBACK,
+        'DYN_TCP_RESPONSE_STREAM_HOST': LOOPBACK,
+        'DYN_EVENT_PLANE_HOST': LOOPBACK,
+        'DYN_ZMQ_BROKER_URL': f'xsub={addresses.broker_in} , xpub={addresses.broker_out}',
+        'PYTHONUNBUFFERED': '1',
     }
     if stack.config.uses_kv_router:
-        env["PYTHONHASHSEED"] = HASH_SEED
-    if stack.config.discovery == "file":
-        env["DYN_FILE_KV"] = os.fspath(addresses.discovery_directory)
+        env['PYTHONHASHSEED'] = HASH_SEED
+    if stack.config.discovery == 'file':
+        env['DYN_FILE_KV'] = os.fspath(addresses.discovery_directory)
     else:
-        env["ETCD_ENDPOINTS"] = stack.external_etcd or addresses.etcd_endpoint
+        env['ETCD_ENDPOINTS'] = stack.external_etcd or addresses.etcd_endpoint
     return env
 
 
-def _engine_environment(
-    stack: Stack, spec: DynamoVLLMEngineSpec, index: int
-) -> dict[str, str]:
+def _engine_environment(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) -> dict[str, str]:
     own = stack.addresses.engines[index]
     env = _dynamo_environment(stack) | {
-        "DYN_SYSTEM_HOST": LOOPBACK,
-        "DYN_SYSTEM_PORT": str(own.system_port),
-        "VLLM_HOST_IP": LOOPBACK,
-        "VLLM_NIXL_SIDE_CHANNEL_HOST": LOOPBACK,
-        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(own.side_channel_port),
+        'DYN_SYSTEM_HOST': LOOPBACK,
+        'DYN_SYSTEM_PORT': str(own.system_port),
+        'VLLM_HOST_IP': LOOPBACK,
+        'VLLM_NIXL_SIDE_CHANNEL_HOST': LOOPBACK,
+        'VLLM_NIXL_SIDE_CHANNEL_PORT': str(own.side_channel_port),
     }
     kind = stack.config.engine_kind
-    if kind == "gpu" and spec.gpu_devices:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(spec.gpu_devices)
-    elif kind == "cpu" and spec.cpu_cores:
-        env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, spec.cpu_cores))
-    elif kind == "simulated":
+    if kind == 'gpu' and spec.gpu_devices:
+        env['CUDA_VISIBLE_DEVICES'] = ','.join(spec.gpu_devices)
+    elif kind == 'cpu' and spec.cpu_cores:
+        env['VLLM_CPU_OMP_THREADS_BIND'] = ','.join(map(str, spec.cpu_cores))
+    elif kind == 'simulated':
         # Without it the simulated engine's health endpoint never turns healthy.
-        env["DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS"] = json.dumps(["generate"])
+        env['DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS'] = json.dumps(['generate'])
     return env | dict(spec.env)
 
 
@@ -288,9 +284,7 @@ def _merged(
     ours: Mapping[str, ServerArgument], theirs: Mapping[str, ServerArgument]
 ) -> dict[str, ServerArgument]:
     """Both, ``theirs`` winning also where it holds the negation of one of ``ours``."""
-    kept = {
-        flag: value for flag, value in ours.items() if given(theirs, (flag,)) is None
-    }
+    kept = {flag: value for flag, value in ours.items() if given(theirs, (flag,)) is None}
     return kept | dict(theirs)
 
 
@@ -303,5 +297,5 @@ def _without(
     return {
         name: value
         for name, value in env.items()
-        if name not in names and not name.startswith(prefixes or ("\x00",))
+        if name not in names and not name.startswith(prefixes or ('\x00',))
     }

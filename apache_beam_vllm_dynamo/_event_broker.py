@@ -24,9 +24,9 @@ def main(publishers: str, subscribers: str) -> None:
     outgoing.set_hwm(HIGH_WATER_MARK_MESSAGES)
     incoming.bind(publishers)
     outgoing.bind(subscribers)
-    print("event broker ready", flush=True)
+    print('event broker ready', flush=True)
     zmq.proxy(incoming, outgoing)
 
 
-if __name__ == "__main__":
+if __name__ == '__main__':
     main(sys.argv[1], sys.argv[2])

@@ -158,5 +158,3 @@ def _gpus_by_nvidia_smi() -> tuple[str, ...] | None:
         _LOGGER.warning('The GPUs could not be counted: %s', error)
         return None
     return tuple(line.strip() for line in listed.stdout.splitlines() if line.strip())
-
-

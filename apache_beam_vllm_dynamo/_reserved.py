@@ -12,63 +12,63 @@ from collections.abc import Mapping
 from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
-_CHOSEN = "the runtime chooses it for each start"
-_PLANES = "the runtime keeps every connection inside the worker"
+_CHOSEN = 'the runtime chooses it for each start'
+_PLANES = 'the runtime keeps every connection inside the worker'
 
 FRONTEND_FLAGS: Mapping[str, str] = {
-    "router-mode": "use the field router_mode",
-    "router-kv-events": "use the field kv_event_mode",
-    "kv-events": "use the field kv_event_mode",
-    "load-aware": "use router_mode='kv' with kv_event_mode='disabled'",
-    "router-predicted-ttl-secs": "use the field router_prediction_secs",
-    "router-ttl-secs": "use the field router_prediction_secs",
-    "migration-limit": "use the field migration_limit",
-    "discovery-backend": "use the field discovery",
-    "http-host": "the runtime listens on loopback only",
-    "http-port": _CHOSEN,
-    "request-plane": _PLANES,
-    "response-plane": _PLANES,
-    "event-plane": _PLANES,
-    "namespace": _CHOSEN,
-    "namespace-prefix": _CHOSEN,
-    "model-name": "it is the handler's model_name",
-    "model-path": "it is the handler's model_name",
-    "metrics-prefix": "the runtime reads the metrics by their names",
-    "router-min-initial-workers": "the runtime itself waits for every engine",
-    "interactive": "a worker has no terminal",
-    "tls-cert-path": "the frontend serves this worker alone, over loopback",
-    "tls-key-path": "the frontend serves this worker alone, over loopback",
-    "kserve-grpc-server": "requests go over HTTP",
+    'router-mode': 'use the field router_mode',
+    'router-kv-events': 'use the field kv_event_mode',
+    'kv-events': 'use the field kv_event_mode',
+    'load-aware': "use router_mode='kv' with kv_event_mode='disabled'",
+    'router-predicted-ttl-secs': 'use the field router_prediction_secs',
+    'router-ttl-secs': 'use the field router_prediction_secs',
+    'migration-limit': 'use the field migration_limit',
+    'discovery-backend': 'use the field discovery',
+    'http-host': 'the runtime listens on loopback only',
+    'http-port': _CHOSEN,
+    'request-plane': _PLANES,
+    'response-plane': _PLANES,
+    'event-plane': _PLANES,
+    'namespace': _CHOSEN,
+    'namespace-prefix': _CHOSEN,
+    'model-name': "it is the handler's model_name",
+    'model-path': "it is the handler's model_name",
+    'metrics-prefix': 'the runtime reads the metrics by their names',
+    'router-min-initial-workers': 'the runtime itself waits for every engine',
+    'interactive': 'a worker has no terminal',
+    'tls-cert-path': 'the frontend serves this worker alone, over loopback',
+    'tls-key-path': 'the frontend serves this worker alone, over loopback',
+    'kserve-grpc-server': 'requests go over HTTP',
 }
 
 ENGINE_FLAGS: Mapping[str, str] = {
-    "model": "it is the handler's model_name",
-    "model-path": "it is the handler's model_name",
-    "model-name": "it is the handler's model_name",
-    "served-model-name": "it is the handler's model_name",
-    "kv-events-config": "use the field kv_event_mode",
-    "custom-jinja-template": "use the chat handler's chat_template_path",
-    "chat-template": "use the chat handler's chat_template_path",
-    "discovery-backend": "use the field discovery",
-    "request-plane": _PLANES,
-    "response-plane": _PLANES,
-    "event-plane": _PLANES,
-    "namespace": _CHOSEN,
-    "endpoint": _CHOSEN,
-    "port": "engines are reached through the frontend",
-    "host": "engines are reached through the frontend",
-    "disaggregation-mode": "every engine does both prefill and decode",
-    "is-prefill-worker": "every engine does both prefill and decode",
-    "is-decode-worker": "every engine does both prefill and decode",
-    "headless": "an engine of this runtime serves requests",
+    'model': "it is the handler's model_name",
+    'model-path': "it is the handler's model_name",
+    'model-name': "it is the handler's model_name",
+    'served-model-name': "it is the handler's model_name",
+    'kv-events-config': 'use the field kv_event_mode',
+    'custom-jinja-template': "use the chat handler's chat_template_path",
+    'chat-template': "use the chat handler's chat_template_path",
+    'discovery-backend': 'use the field discovery',
+    'request-plane': _PLANES,
+    'response-plane': _PLANES,
+    'event-plane': _PLANES,
+    'namespace': _CHOSEN,
+    'endpoint': _CHOSEN,
+    'port': 'engines are reached through the frontend',
+    'host': 'engines are reached through the frontend',
+    'disaggregation-mode': 'every engine does both prefill and decode',
+    'is-prefill-worker': 'every engine does both prefill and decode',
+    'is-decode-worker': 'every engine does both prefill and decode',
+    'headless': 'an engine of this runtime serves requests',
 }
 
 SIMULATION_FLAGS: Mapping[str, str] = {
     **ENGINE_FLAGS,
-    "num-workers": "each engine is a process of its own; list more engines",
-    "zmq-kv-events-ports": "use the field kv_event_mode",
-    "zmq-replay-ports": "use the field kv_event_mode",
-    "bootstrap-ports": "every engine does both prefill and decode",
+    'num-workers': 'each engine is a process of its own; list more engines',
+    'zmq-kv-events-ports': 'use the field kv_event_mode',
+    'zmq-replay-ports': 'use the field kv_event_mode',
+    'bootstrap-ports': 'every engine does both prefill and decode',
 }
 
 # The router's flags as they are named without the prefix "router-".
@@ -79,11 +79,11 @@ _ROUTER_FLAGS_WITHOUT_PREFIX = frozenset({
 })  # fmt: skip
 
 ENGINE_VARIABLES: Mapping[str, str] = {
-    "CUDA_VISIBLE_DEVICES": "use the field gpu_devices",
-    "NVIDIA_VISIBLE_DEVICES": "use the field gpu_devices",
-    "VLLM_CPU_OMP_THREADS_BIND": "use the field cpu_cores",
-    "PYTHONHASHSEED": "the runtime pins it under KV routing",
-    "ETCD_ENDPOINTS": "set it in the worker's environment to use an external etcd",
+    'CUDA_VISIBLE_DEVICES': 'use the field gpu_devices',
+    'NVIDIA_VISIBLE_DEVICES': 'use the field gpu_devices',
+    'VLLM_CPU_OMP_THREADS_BIND': 'use the field cpu_cores',
+    'PYTHONHASHSEED': 'the runtime pins it under KV routing',
+    'ETCD_ENDPOINTS': "set it in the worker's environment to use an external etcd",
 }
 
 # Settings of Dynamo's runtime: addresses, ports, planes, names, and the router's own.
@@ -101,28 +101,23 @@ def check_frontend_kwargs(arguments: Mapping[str, ServerArgument]) -> None:
     Raises:
       ConfigurationError: Names the flag and what to use instead.
     """
-    _refuse("frontend_kwargs", arguments, FRONTEND_FLAGS)
+    _refuse('frontend_kwargs', arguments, FRONTEND_FLAGS)
 
 
-def check_engine_kwargs(
-    arguments: Mapping[str, ServerArgument], router_mode: str
-) -> None:
+def check_engine_kwargs(arguments: Mapping[str, ServerArgument], router_mode: str) -> None:
     """Refuses flags of an engine that are fields, the runtime's own, or the router's.
 
     Raises:
       ConfigurationError: Names the flag and what to use instead.
     """
-    _refuse("vllm_server_kwargs", arguments, ENGINE_FLAGS)
-    _refuse_router_flags("vllm_server_kwargs", arguments)
-    off = (
-        arguments.get("enable-prefix-caching") is False
-        or "no-enable-prefix-caching" in arguments
-    )
-    if router_mode == "kv" and off:
+    _refuse('vllm_server_kwargs', arguments, ENGINE_FLAGS)
+    _refuse_router_flags('vllm_server_kwargs', arguments)
+    off = arguments.get('enable-prefix-caching') is False or 'no-enable-prefix-caching' in arguments
+    if router_mode == 'kv' and off:
         raise ConfigurationError(
             "vllm_server_kwargs switches prefix caching off, but router_mode='kv' sends prompts "
             "to the engine that has cached their prefix; use router_mode='round-robin', or leave "
-            "the flag out."
+            'the flag out.'
         )
 
 
@@ -132,8 +127,8 @@ def check_simulation_kwargs(arguments: Mapping[str, ServerArgument]) -> None:
     Raises:
       ConfigurationError: Names the flag and what to use instead.
     """
-    _refuse("simulation_kwargs", arguments, SIMULATION_FLAGS)
-    _refuse_router_flags("simulation_kwargs", arguments)
+    _refuse('simulation_kwargs', arguments, SIMULATION_FLAGS)
+    _refuse_router_flags('simulation_kwargs', arguments)
 
 
 def check_engine_variable(name: str) -> None:
@@ -143,10 +138,10 @@ def check_engine_variable(name: str) -> None:
       ConfigurationError: Names the variable and what to use instead.
     """
     if name in ENGINE_VARIABLES:
-        raise ConfigurationError(f"env sets {name}: {ENGINE_VARIABLES[name]}.")
+        raise ConfigurationError(f'env sets {name}: {ENGINE_VARIABLES[name]}.')
     if name.startswith(OWNED_VARIABLE_PREFIXES):
         raise ConfigurationError(
-            f"env sets {name}, which the runtime sets for each process; leave it out."
+            f'env sets {name}, which the runtime sets for each process; leave it out.'
         )
 
 
@@ -154,16 +149,16 @@ def _refuse(
     field: str, arguments: Mapping[str, ServerArgument], reserved: Mapping[str, str]
 ) -> None:
     for flag in arguments:
-        reason = reserved.get(flag) or reserved.get(flag.removeprefix("no-"))
+        reason = reserved.get(flag) or reserved.get(flag.removeprefix('no-'))
         if reason:
-            raise ConfigurationError(f"{field} sets {flag!r}: {reason}.")
+            raise ConfigurationError(f'{field} sets {flag!r}: {reason}.')
 
 
 def _refuse_router_flags(field: str, arguments: Mapping[str, ServerArgument]) -> None:
     for flag in arguments:
-        positive = flag.removeprefix("no-")
-        if positive.startswith("router-") or positive in _ROUTER_FLAGS_WITHOUT_PREFIX:
+        positive = flag.removeprefix('no-')
+        if positive.startswith('router-') or positive in _ROUTER_FLAGS_WITHOUT_PREFIX:
             raise ConfigurationError(
-                f"{field} sets {flag!r}, a flag of the router: on an engine it would replace the "
+                f'{field} sets {flag!r}, a flag of the router: on an engine it would replace the '
                 "router's whole configuration. Use frontend_kwargs, or the field of the config."
             )

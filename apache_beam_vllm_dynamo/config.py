@@ -15,19 +15,19 @@ from apache_beam_vllm_dynamo import _checks, _reserved
 from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
-EngineKind = Literal["gpu", "cpu", "simulated"]
+EngineKind = Literal['gpu', 'cpu', 'simulated']
 """What runs as an engine: ``dynamo.vllm`` on GPUs, the same on CPU cores (for models small
 enough), or NVIDIA's simulated vLLM engine, whose scheduler, prefix cache and KV events are
 real and whose text is noise."""
 
-RouterMode = Literal["kv", "round-robin"]
+RouterMode = Literal['kv', 'round-robin']
 """How the frontend chooses an engine: by the prefix it already holds, or in turn."""
 
-KVEventMode = Literal["zmq", "approximate", "disabled"]
+KVEventMode = Literal['zmq', 'approximate', 'disabled']
 """How the KV router knows what the engines hold: from their own events with prediction on
 route added, from prediction alone, or not at all (it then balances load only)."""
 
-Discovery = Literal["etcd", "file"]
+Discovery = Literal['etcd', 'file']
 """Where engines and frontend find each other: an etcd, or files of this machine."""
 
 DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default for one engine
@@ -58,36 +58,32 @@ class DynamoVLLMEngineSpec:
     """
 
     gpu_devices: tuple[str, ...] = ()
-    vllm_server_kwargs: Mapping[str, ServerArgument] = dataclasses.field(
-        default_factory=dict
-    )
+    vllm_server_kwargs: Mapping[str, ServerArgument] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
     cpu_cores: tuple[int, ...] = ()
-    simulation_kwargs: Mapping[str, ServerArgument] = dataclasses.field(
-        default_factory=dict
-    )
+    simulation_kwargs: Mapping[str, ServerArgument] = dataclasses.field(default_factory=dict)
     env: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        _set(self, "gpu_devices", _checks.gpu_devices(self.gpu_devices))
-        _set(self, "cpu_cores", _checks.cpu_cores(self.cpu_cores))
+        _set(self, 'gpu_devices', _checks.gpu_devices(self.gpu_devices))
+        _set(self, 'cpu_cores', _checks.cpu_cores(self.cpu_cores))
         _set(
             self,
-            "vllm_server_kwargs",
-            normalized("vllm_server_kwargs", self.vllm_server_kwargs),
+            'vllm_server_kwargs',
+            normalized('vllm_server_kwargs', self.vllm_server_kwargs),
         )
         _set(
             self,
-            "simulation_kwargs",
-            normalized("simulation_kwargs", self.simulation_kwargs),
+            'simulation_kwargs',
+            normalized('simulation_kwargs', self.simulation_kwargs),
         )
-        _set(self, "env", _checks.environment(self.env))
+        _set(self, 'env', _checks.environment(self.env))
 
     @property
     def max_num_seqs(self) -> int:
         """How many sequences the engine runs at once."""
         return _checks.positive_int_argument(
-            self.vllm_server_kwargs, ("max-num-seqs",), default=DEFAULT_MAX_NUM_SEQS
+            self.vllm_server_kwargs, ('max-num-seqs',), default=DEFAULT_MAX_NUM_SEQS
         )
 
     @property
@@ -95,13 +91,11 @@ class DynamoVLLMEngineSpec:
         """Tensor x pipeline x data parallelism: how many GPUs the engine fills."""
         needed = 1
         for flags in (
-            ("tensor-parallel-size", "tp"),
-            ("pipeline-parallel-size", "pp"),
-            ("data-parallel-size", "dp"),
+            ('tensor-parallel-size', 'tp'),
+            ('pipeline-parallel-size', 'pp'),
+            ('data-parallel-size', 'dp'),
         ):
-            needed *= _checks.positive_int_argument(
-                self.vllm_server_kwargs, flags, default=1
-            )
+            needed *= _checks.positive_int_argument(self.vllm_server_kwargs, flags, default=1)
         return needed
 
 
@@ -121,11 +115,11 @@ class EnginesPerWorker:
     spec: DynamoVLLMEngineSpec = dataclasses.field(default_factory=DynamoVLLMEngineSpec)
 
     def __post_init__(self) -> None:
-        _checks.check_count("devices_per_engine", self.devices_per_engine)
+        _checks.check_count('devices_per_engine', self.devices_per_engine)
         if self.spec.gpu_devices or self.spec.cpu_cores:
             raise ConfigurationError(
-                "EnginesPerWorker gives out the devices itself; leave gpu_devices and cpu_cores "
-                "of its spec empty, or list the engines one by one."
+                'EnginesPerWorker gives out the devices itself; leave gpu_devices and cpu_cores '
+                'of its spec empty, or list the engines one by one.'
             )
 
 
@@ -163,15 +157,13 @@ class DynamoRuntimeConfig:
     engines: tuple[DynamoVLLMEngineSpec, ...] | EnginesPerWorker = dataclasses.field(
         default_factory=lambda: (DynamoVLLMEngineSpec(),)
     )
-    router_mode: RouterMode = "kv"
+    router_mode: RouterMode = 'kv'
     kv_event_mode: KVEventMode | None = None
-    frontend_kwargs: Mapping[str, ServerArgument] = dataclasses.field(
-        default_factory=dict
-    )
+    frontend_kwargs: Mapping[str, ServerArgument] = dataclasses.field(default_factory=dict)
     _: dataclasses.KW_ONLY
-    engine_kind: EngineKind = "gpu"
+    engine_kind: EngineKind = 'gpu'
     router_prediction_secs: float = 60.0
-    discovery: Discovery = "etcd"
+    discovery: Discovery = 'etcd'
     etcd_path: str | None = None
     migration_limit: int = 3
     start_timeout_secs: float = 1800.0
@@ -180,23 +172,19 @@ class DynamoRuntimeConfig:
     def __post_init__(self) -> None:
         self._check_choices()
         self._check_numbers()
-        _set(
-            self, "frontend_kwargs", normalized("frontend_kwargs", self.frontend_kwargs)
-        )
+        _set(self, 'frontend_kwargs', normalized('frontend_kwargs', self.frontend_kwargs))
         _reserved.check_frontend_kwargs(self.frontend_kwargs)
         if isinstance(self.engines, EnginesPerWorker):
-            _reserved.check_engine_kwargs(
-                self.engines.spec.vllm_server_kwargs, self.router_mode
-            )
+            _reserved.check_engine_kwargs(self.engines.spec.vllm_server_kwargs, self.router_mode)
             _reserved.check_simulation_kwargs(self.engines.spec.simulation_kwargs)
             return
-        _set(self, "engines", _engine_tuple(self.engines))
+        _set(self, 'engines', _engine_tuple(self.engines))
         for spec in self.listed_engines:
             _reserved.check_engine_kwargs(spec.vllm_server_kwargs, self.router_mode)
             _reserved.check_simulation_kwargs(spec.simulation_kwargs)
-        if self.engine_kind == "gpu":
+        if self.engine_kind == 'gpu':
             _check_gpu_placement(self.listed_engines)
-        if self.engine_kind == "cpu":
+        if self.engine_kind == 'cpu':
             _check_cpu_placement(self.listed_engines)
 
     @classmethod
@@ -229,34 +217,30 @@ class DynamoRuntimeConfig:
           ConfigurationError: There are fewer devices than the engines need, or more than
             they can use.
         """
-        _checks.check_count("devices_per_engine", devices_per_engine)
-        kwargs = normalized("vllm_server_kwargs", vllm_server_kwargs or {})
+        _checks.check_count('devices_per_engine', devices_per_engine)
+        kwargs = normalized('vllm_server_kwargs', vllm_server_kwargs or {})
         if devices_per_engine > 1 and not {
             'tensor-parallel-size', 'tp', 'pipeline-parallel-size', 'pp', 'data-parallel-size', 'dp'
         } & kwargs.keys():  # fmt: skip
-            kwargs["tensor-parallel-size"] = devices_per_engine
+            kwargs['tensor-parallel-size'] = devices_per_engine
         common = DynamoVLLMEngineSpec(
             vllm_server_kwargs=kwargs,
             simulation_kwargs=simulation_kwargs or {},
             env=env or {},
         )
         if num_engines is None and gpu_devices is None:
-            per_worker = EnginesPerWorker(
-                devices_per_engine=devices_per_engine, spec=common
-            )
+            per_worker = EnginesPerWorker(devices_per_engine=devices_per_engine, spec=common)
             return cls(engines=per_worker, **fields)
         if gpu_devices is None:
-            _checks.check_count("num_engines", num_engines)
+            _checks.check_count('num_engines', num_engines)
             assert num_engines is not None
             gpu_devices = range(num_engines * devices_per_engine)
-        engines = engines_on_devices(
-            common, _checks.gpu_devices(gpu_devices), devices_per_engine
-        )
+        engines = engines_on_devices(common, _checks.gpu_devices(gpu_devices), devices_per_engine)
         if num_engines is not None and len(engines) != num_engines:
             raise ConfigurationError(
-                f"num_engines is {num_engines}, but the {len(gpu_devices)} gpu_devices make "
-                f"{len(engines)} engines of {devices_per_engine}; give "
-                f"{num_engines * devices_per_engine} devices."
+                f'num_engines is {num_engines}, but the {len(gpu_devices)} gpu_devices make '
+                f'{len(engines)} engines of {devices_per_engine}; give '
+                f'{num_engines * devices_per_engine} devices.'
             )
         return cls(engines=engines, **fields)
 
@@ -269,42 +253,40 @@ class DynamoRuntimeConfig:
         """
         if isinstance(self.engines, EnginesPerWorker):
             raise ConfigurationError(
-                "the engines are counted on the worker; their number is not known here."
+                'the engines are counted on the worker; their number is not known here.'
             )
         return self.engines
 
     @property
     def uses_kv_router(self) -> bool:
         """Whether the router looks at what the engines hold."""
-        return self.router_mode == "kv"
+        return self.router_mode == 'kv'
 
     def _check_choices(self) -> None:
-        _checks.check_choice("engine_kind", self.engine_kind, get_args(EngineKind))
-        _checks.check_choice("router_mode", self.router_mode, get_args(RouterMode))
-        _checks.check_choice("discovery", self.discovery, get_args(Discovery))
+        _checks.check_choice('engine_kind', self.engine_kind, get_args(EngineKind))
+        _checks.check_choice('router_mode', self.router_mode, get_args(RouterMode))
+        _checks.check_choice('discovery', self.discovery, get_args(Discovery))
         if self.kv_event_mode is None:
-            _set(
-                self, "kv_event_mode", "zmq" if self.router_mode == "kv" else "disabled"
-            )
-        _checks.check_choice("kv_event_mode", self.kv_event_mode, get_args(KVEventMode))
-        if self.kv_event_mode != "disabled" and self.router_mode != "kv":
+            _set(self, 'kv_event_mode', 'zmq' if self.router_mode == 'kv' else 'disabled')
+        _checks.check_choice('kv_event_mode', self.kv_event_mode, get_args(KVEventMode))
+        if self.kv_event_mode != 'disabled' and self.router_mode != 'kv':
             raise ConfigurationError(
-                f"kv_event_mode is {self.kv_event_mode!r}, but router_mode {self.router_mode!r} "
+                f'kv_event_mode is {self.kv_event_mode!r}, but router_mode {self.router_mode!r} '
                 "makes no use of it; use router_mode='kv' or kv_event_mode='disabled'."
             )
 
     def _check_numbers(self) -> None:
-        _checks.check_seconds("router_prediction_secs", self.router_prediction_secs)
-        _checks.check_seconds("start_timeout_secs", self.start_timeout_secs)
-        _checks.check_seconds("stop_timeout_secs", self.stop_timeout_secs)
+        _checks.check_seconds('router_prediction_secs', self.router_prediction_secs)
+        _checks.check_seconds('start_timeout_secs', self.start_timeout_secs)
+        _checks.check_seconds('stop_timeout_secs', self.stop_timeout_secs)
         if type(self.migration_limit) is not int or self.migration_limit < 0:
             raise ConfigurationError(
-                f"migration_limit is {self.migration_limit!r}; it must be a whole number, 0 or "
-                "more (0 switches migration off)."
+                f'migration_limit is {self.migration_limit!r}; it must be a whole number, 0 or '
+                'more (0 switches migration off).'
             )
         if self.etcd_path is not None and not self.etcd_path:
             raise ConfigurationError(
-                "etcd_path is empty; leave it out to search for etcd, or name the program."
+                'etcd_path is empty; leave it out to search for etcd, or name the program.'
             )
 
 
@@ -318,13 +300,11 @@ def engines_on_devices(
     """
     if not devices or len(devices) % devices_per_engine:
         raise ConfigurationError(
-            f"{len(devices)} GPUs cannot be shared out evenly to engines of {devices_per_engine}; "
-            "give a multiple of devices_per_engine, or list the engines one by one."
+            f'{len(devices)} GPUs cannot be shared out evenly to engines of {devices_per_engine}; '
+            'give a multiple of devices_per_engine, or list the engines one by one.'
         )
     return tuple(
-        dataclasses.replace(
-            common, gpu_devices=tuple(devices[i : i + devices_per_engine])
-        )
+        dataclasses.replace(common, gpu_devices=tuple(devices[i : i + devices_per_engine]))
         for i in range(0, len(devices), devices_per_engine)
     )
 
@@ -338,16 +318,14 @@ def _engine_tuple(engines: object) -> tuple[DynamoVLLMEngineSpec, ...]:
         engines = (engines,)
     if not isinstance(engines, (list, tuple)):
         raise ConfigurationError(
-            f"engines is {engines!r}; give a tuple of DynamoVLLMEngineSpec, or use "
-            "DynamoRuntimeConfig.for_devices(num_engines=...)."
+            f'engines is {engines!r}; give a tuple of DynamoVLLMEngineSpec, or use '
+            'DynamoRuntimeConfig.for_devices(num_engines=...).'
         )
     if not engines:
-        raise ConfigurationError("engines is empty; at least one engine is needed.")
+        raise ConfigurationError('engines is empty; at least one engine is needed.')
     for spec in engines:
         if not isinstance(spec, DynamoVLLMEngineSpec):
-            raise ConfigurationError(
-                f"engines holds {spec!r}, which is no DynamoVLLMEngineSpec."
-            )
+            raise ConfigurationError(f'engines holds {spec!r}, which is no DynamoVLLMEngineSpec.')
     return tuple(engines)
 
 
@@ -357,24 +335,24 @@ def _check_gpu_placement(engines: Sequence[DynamoVLLMEngineSpec]) -> None:
         if not spec.gpu_devices:
             if len(engines) > 1:
                 raise ConfigurationError(
-                    f"engine {index} of {len(engines)} has no gpu_devices; several engines would "
-                    "meet on the same GPU. Name the devices of each, or use "
-                    "DynamoRuntimeConfig.for_devices(num_engines=...)."
+                    f'engine {index} of {len(engines)} has no gpu_devices; several engines would '
+                    'meet on the same GPU. Name the devices of each, or use '
+                    'DynamoRuntimeConfig.for_devices(num_engines=...).'
                 )
             continue
         for device in spec.gpu_devices:
             if device in owner:
                 raise ConfigurationError(
-                    f"GPU {device!r} is given to engine {owner[device]} and to engine {index}; "
-                    "each GPU belongs to one engine."
+                    f'GPU {device!r} is given to engine {owner[device]} and to engine {index}; '
+                    'each GPU belongs to one engine.'
                 )
             owner[device] = index
         if spec.devices_needed != len(spec.gpu_devices):
             raise ConfigurationError(
-                f"engine {index} has {len(spec.gpu_devices)} gpu_devices "
-                f"({', '.join(spec.gpu_devices)}), but tensor-parallel-size x "
-                f"pipeline-parallel-size x data-parallel-size is {spec.devices_needed}; make "
-                "them equal."
+                f'engine {index} has {len(spec.gpu_devices)} gpu_devices '
+                f'({", ".join(spec.gpu_devices)}), but tensor-parallel-size x '
+                f'pipeline-parallel-size x data-parallel-size is {spec.devices_needed}; make '
+                'them equal.'
             )
 
 
@@ -384,13 +362,13 @@ def _check_cpu_placement(engines: Sequence[DynamoVLLMEngineSpec]) -> None:
     for index, spec in enumerate(engines, 1):
         if some and not spec.cpu_cores:
             raise ConfigurationError(
-                f"engine {index} has no cpu_cores although others do; name the cores of every "
-                "engine, or of none to share them out evenly."
+                f'engine {index} has no cpu_cores although others do; name the cores of every '
+                'engine, or of none to share them out evenly.'
             )
         for core in spec.cpu_cores:
             if core in owner:
                 raise ConfigurationError(
-                    f"CPU core {core} is given to engine {owner[core]} and to engine {index}; "
-                    "each core belongs to one engine."
+                    f'CPU core {core} is given to engine {owner[core]} and to engine {index}; '
+                    'each core belongs to one engine.'
                 )
             owner[core] = index

@@ -1,0 +1,118 @@
+"""What the last lines of a child's log mean, for the causes that users meet.
+
+A start that failed for one of these causes fails again the same way, so that
+:attr:`Diagnosis.retry` decides what the log of a dead child is worth: start again with
+other addresses, start again as after a crash, or stop trying.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis:
+    """Why a child ended.
+
+    Attributes:
+      cause: A short name of it.
+      hint: What to do about it, a sentence or two.
+      retry: Whether another start can help: never, with other addresses, or at all.
+    """
+
+    cause: str
+    hint: str
+    retry: Literal['never', 'other_addresses', 'yes'] = 'never'
+
+
+UNKNOWN = Diagnosis('unknown', '', 'yes')
+
+# The first that matches wins: an engine out of memory also writes of many other things.
+_KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
+    (re.compile(pattern, re.IGNORECASE), diagnosis)
+    for pattern, diagnosis in (
+        (
+            r'address already in use|port \d+ already in use|errno 98\b|EADDRINUSE',
+            Diagnosis('address in use', 'Another process took its port.', 'other_addresses'),
+        ),
+        (
+            r'CUDA out of memory|OutOfMemoryError|CUDA error: out of memory'
+            r'|No available memory for the cache blocks|Free memory on device .* is less than'
+            r'|larger than the maximum number of tokens that can be stored in KV cache'
+            r'|estimated maximum model length',
+            Diagnosis(
+                'out of GPU memory',
+                'The GPU has too little memory for it. Lower max-num-seqs and max-model-len; set '
+                'gpu-memory-utilization lower if other processes use this GPU, higher if the KV '
+                'cache did not fit; or give the engine more GPUs.',
+            ),
+        ),
+        (
+            r'unrecognized arguments?|error: argument |invalid choice: '
+            r'|expected (one|at least one) argument',
+            Diagnosis(
+                'unknown flag',
+                'It does not take one of the flags it was given; compare vllm_server_kwargs, '
+                'simulation_kwargs and frontend_kwargs with its --help.',
+            ),
+        ),
+        (
+            r'No module named [\'"]?(dynamo|vllm|zmq)',
+            Diagnosis(
+                'package not installed',
+                'Install it where the workers run: `pip install "ai-dynamo[vllm]==1.6.1"` for '
+                'engines behind Dynamo, `pip install vllm` for the native server.',
+            ),
+        ),
+        (
+            r'RepositoryNotFoundError|is not a local folder and is not a valid model'
+            r'|Repository Not Found|Invalid repository ID or local directory'
+            r'|Repo id must be in the form|LocalEntryNotFoundError|offline mode is enabled'
+            r'|does not appear to have a file named|model path .* does not exist'
+            r'|Failed to (fetch|download) model|GatedRepoError|is not a valid directory',
+            Diagnosis(
+                'model not found',
+                'The model could not be read. Check model_name (a local directory must exist on '
+                'the worker, a hub name must be spelled exactly) and, for gated models, that '
+                "HF_TOKEN is in the worker's environment.",
+            ),
+        ),
+        (
+            r'No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal'
+            r'|Failed to infer device type|Found no NVIDIA driver|libcuda\.so\.1'
+            r'|NVML.* not found|CUDA driver version is insufficient',
+            Diagnosis(
+                'too few GPUs',
+                'It found no usable GPU. Check that the worker has as many GPUs as the config '
+                'names and a driver new enough; to develop without GPUs, use '
+                "engine_kind='cpu' or 'simulated'.",
+            ),
+        ),
+        (
+            r'no space left on device',
+            Diagnosis('disk full', 'The disk of the worker is full; give it a larger one.'),
+        ),
+        (
+            r'Unable to create lease|etcd.*(connection refused|unavailable|timed? ?out)'
+            r'|ConnectError.*etcd',
+            Diagnosis(
+                'etcd not reachable',
+                'It could not reach etcd. Check ETCD_ENDPOINTS on the worker, or unset it to have '
+                'one started.',
+                'yes',
+            ),
+        ),
+    )
+)
+
+
+def diagnose(log_tail: Sequence[str]) -> Diagnosis:
+    """The first known cause that the log names, or :data:`UNKNOWN`."""
+    text = '\n'.join(log_tail)
+    for pattern, diagnosis in _KNOWN:
+        if pattern.search(text):
+            return diagnosis
+    return UNKNOWN

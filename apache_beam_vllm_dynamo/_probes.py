@@ -1,0 +1,102 @@
+"""Questions that the runtime asks its children over HTTP on loopback.
+
+Each answers with what was found and never raises for a server that is not there: in a
+start, "not yet" is the usual answer. The standard library is enough for a handful of small
+requests a second, and needs no event loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import urllib.parse
+from typing import Any
+
+from apache_beam_vllm_dynamo._addresses import LOOPBACK
+
+PROBE_TIMEOUT_S = 2.0  # a healthy server on loopback answers in milliseconds, a busy one in tenths
+CANARY_TIMEOUT_S = 60.0  # the first request may compile kernels
+CANARY_PROMPT = 'Hello'
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """What came back.
+
+    Attributes:
+      status: The HTTP status, or ``None`` where there was no answer.
+      body: The JSON body, or ``None`` where it was none.
+      problem: Why there was no answer; else empty.
+    """
+
+    status: int | None
+    body: Any = None
+    problem: str = ''
+
+    def __str__(self) -> str:
+        return f'HTTP {self.status}' if self.status is not None else self.problem
+
+
+def get(port: int, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Reply:
+    """GETs ``path`` from a server on loopback."""
+    return _exchange('GET', port, path, None, timeout_s)
+
+
+def etcd_serves(port: int) -> Reply | None:
+    """``None`` once etcd can serve reads and writes, else what it answered."""
+    reply = get(port, '/health')
+    healthy = reply.status == 200 and str(_field(reply.body, 'health')).lower() == 'true'
+    return None if healthy else reply
+
+
+def healthy(port: int) -> Reply | None:
+    """``None`` once the server's own health endpoint says 200, else what it answered."""
+    reply = get(port, '/health')
+    return None if reply.status == 200 else reply
+
+
+def routable_engines(port: int, model_name: str, namespace: str) -> int:
+    """How many engines the frontend would send a request to."""
+    # The rest of the path is the name, slashes included: an escaped slash is not found, and
+    # of a name that begins with one the frontend strips one.
+    model = urllib.parse.quote(model_name, safe='/')
+    if model.startswith('/'):
+        model = '/' + model
+    reply = get(port, f'/v1/models/{model}/ready')
+    if reply.status != 200 or _field(reply.body, 'ready') is not True:
+        return 0
+    types = _field(_field(_field(reply.body, 'namespaces'), namespace), 'worker_types')
+    workers = _field(_field(types, 'aggregated'), 'workers')
+    return workers if isinstance(workers, int) else 0
+
+
+def canary(port: int, model_name: str) -> Reply | None:
+    """Asks for one token; ``None`` once it came, else what came instead."""
+    body = {'model': model_name, 'prompt': CANARY_PROMPT, 'max_tokens': 1}
+    reply = _exchange('POST', port, '/v1/completions', body, CANARY_TIMEOUT_S)
+    return None if reply.status == 200 else reply
+
+
+def _exchange(
+    method: str, port: int, path: str, body: dict[str, object] | None, timeout_s: float
+) -> Reply:
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
+    try:
+        payload = json.dumps(body).encode() if body is not None else None
+        headers = {'Content-Type': 'application/json'} if body is not None else {}
+        connection.request(method, path, payload, headers)
+        response = connection.getresponse()
+        content = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        return Reply(None, problem=f'{type(error).__name__}: {error}')
+    finally:
+        connection.close()
+    try:
+        return Reply(response.status, json.loads(content))
+    except ValueError:
+        return Reply(response.status)
+
+
+def _field(value: object, name: str) -> object:
+    return value.get(name) if isinstance(value, dict) else None
