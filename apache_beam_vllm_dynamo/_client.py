@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 from apache_beam_vllm_dynamo._dispatcher import Dispatcher, Job, JobGroup
 from apache_beam_vllm_dynamo._loop import loop_thread
@@ -86,7 +86,7 @@ class InferenceClient:
             if isinstance(request, InferenceError):
                 batch.outcomes[index] = _unsent(request)
             else:
-                jobs.append(Job(request, batch, index))
+                jobs.append(Job(request, batch, index, self._limits))
         if jobs:
             batch.remaining = len(jobs)
             dispatcher = self._dispatcher()
@@ -101,7 +101,7 @@ class InferenceClient:
                 raise batch.error
         return [outcome for outcome in batch.outcomes if outcome is not None]
 
-    def stream(self, max_pending: int) -> RequestStream[object]:
+    def stream(self, max_pending: int) -> RequestStream[Any]:
         """Opens a stream, for a caller whose requests come one by one.
 
         Args:
@@ -110,7 +110,7 @@ class InferenceClient:
         """
         if max_pending < 1:
             raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
-        return RequestStream(self._dispatcher(), max_pending)
+        return RequestStream(self._dispatcher(), max_pending, self._limits)
 
     def close(self) -> None:
         """Ends the client; callers that still wait raise :class:`RuntimeFailedError`.
@@ -147,7 +147,7 @@ class InferenceClient:
             new = Dispatcher(loop_thread(), self._endpoint, self._window, self._limits)
             dispatcher = self._dispatchers.setdefault(pid, new)
             if dispatcher is new:
-                weakref.finalize(self, dispatcher.close).atexit = False
+                weakref.finalize(self, _close_later, dispatcher).atexit = False
         dispatcher.start()
         try:
             self._check_open()  # closed by another thread meanwhile, which may have missed this
@@ -167,7 +167,8 @@ class RequestStream(Generic[Token]):
     For use by one thread. As a context manager it cancels at the end what has no outcome yet.
     """
 
-    def __init__(self, dispatcher: Dispatcher, max_pending: int) -> None:
+    def __init__(self, dispatcher: Dispatcher, max_pending: int, limits: RequestLimits) -> None:
+        self._limits = limits
         self._dispatcher = dispatcher
         self._group = _StreamGroup(max_pending)
         self._untaken = 0
@@ -197,7 +198,7 @@ class RequestStream(Generic[Token]):
             self._dispatcher.check_alive()
         self._raise_error()
         self._untaken += 1
-        self._dispatcher.submit([Job(request, self._group, token)])
+        self._dispatcher.submit([Job(request, self._group, token, self._limits)])
 
     def ready(self) -> Iterator[tuple[Token, Outcome]]:
         """Takes the outcomes that are there, without waiting."""
@@ -236,13 +237,12 @@ class RequestStream(Generic[Token]):
     ) -> None:
         self.close()
 
-    def _take(self, item: tuple[object, Outcome] | None) -> tuple[Token, Outcome]:
+    def _take(self, item: tuple[Token, Outcome] | None) -> tuple[Token, Outcome]:
         if item is None:
             self._raise_error()
             raise RuntimeFailedError('The stream ended without an error.')
         self._untaken -= 1
-        token, outcome = item
-        return token, outcome  # type: ignore[return-value]  # the token that put() was given
+        return item
 
     def _raise_error(self) -> None:
         if self._group.error is not None:
@@ -276,7 +276,7 @@ class _StreamGroup(JobGroup):
 
     def __init__(self, max_pending: int) -> None:
         super().__init__()
-        self.outcomes: queue.SimpleQueue[tuple[object, Outcome] | None] = queue.SimpleQueue()
+        self.outcomes: queue.SimpleQueue[tuple[Any, Outcome] | None] = queue.SimpleQueue()
         self.room = threading.Semaphore(max_pending)
 
     def finish(self, key: object, outcome: Outcome) -> None:
@@ -287,6 +287,12 @@ class _StreamGroup(JobGroup):
         self.error = error
         self.outcomes.put(None)
         self.room.release()
+
+
+def _close_later(dispatcher: Dispatcher) -> None:
+    # The collector may run in any thread at any moment, also in one that holds a lock which
+    # the closing needs.
+    threading.Thread(target=dispatcher.close, name='vllm-dynamo-close', daemon=True).start()
 
 
 def _unsent(error: InferenceError) -> Failure:

@@ -22,17 +22,16 @@ from apache_beam_vllm_dynamo._retry import (
     Again,
     Refused,
     RequestLimits,
-    RetryReason,
-    backoff_s,
+    Tries,
 )
 from apache_beam_vllm_dynamo._sender import Sender
 from apache_beam_vllm_dynamo.errors import ErrorKind, InferenceError, RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
 
-# An element that failed this often is a suspect: it is sent only while no other suspect is.
-# One poisoned element that breaks the server again and again takes every request with it that
-# is in flight, and without this the innocent would reach their last retry together with it.
+# An element that was there so often when a server or an engine died is a suspect: it is sent
+# only while no other suspect is. One poisoned element that kills again and again takes with it
+# every request in flight, and without this the innocent would run out of retries with it.
 SUSPECT_AFTER = 3
 # A job that stands still says why, but not once for every element.
 _WARN_EVERY_S = 60.0
@@ -66,31 +65,17 @@ class JobGroup:
 class Job:
     """One request on its way to an outcome."""
 
-    __slots__ = (
-        'attempts',
-        'counted',
-        'first_sent_at',
-        'group',
-        'handle',
-        'key',
-        'queued_at',
-        'request',
-        'retried',
-        'waited_s',
-        'waits',
-    )
+    __slots__ = ('first_sent_at', 'group', 'handle', 'key', 'queued_at', 'request', 'tries')
 
-    def __init__(self, request: PreparedRequest, group: JobGroup, key: object) -> None:
+    def __init__(
+        self, request: PreparedRequest, group: JobGroup, key: object, limits: RequestLimits
+    ) -> None:
         self.request = request
         self.group = group
         self.key = key
         self.queued_at = time.monotonic()
         self.first_sent_at: float | None = None
-        self.attempts = 0
-        self.counted = 0
-        self.waits = 0
-        self.waited_s = 0.0
-        self.retried: list[RetryReason] = []
+        self.tries = Tries(limits)
         self.handle: asyncio.Task[Outcome | float] | asyncio.TimerHandle | None = None
 
 
@@ -153,7 +138,7 @@ class Dispatcher:
 
     def is_lost(self) -> bool:
         """Whether the loop has died, which nothing but a bug makes it do."""
-        return self._loop is not None and not self._loop.is_running()
+        return self._loop is not None and not self._thread.serves(self._loop)
 
     def close(self) -> None:
         """Fails all jobs and lets go of the loop."""
@@ -165,13 +150,12 @@ class Dispatcher:
             self._closed = True
             if self._loop is None:
                 return
-        if self._loop.is_running():
+        if self._thread.serves(self._loop):
             ended = threading.Event()
             # The interpreter's exit may have closed the loop in between.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._end, ended)
-                if not self._thread.is_current():
-                    ended.wait(_END_TIMEOUT_S)
+                ended.wait(_END_TIMEOUT_S)
         self._thread.release(self._loop)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -207,6 +191,8 @@ class Dispatcher:
                 return
             if job.group.ended:
                 continue
+            if job.first_sent_at is None:
+                job.first_sent_at = time.monotonic()
             self._in_flight += 1
             assert self._loop is not None
             task = self._loop.create_task(self._serve(job))
@@ -234,7 +220,7 @@ class Dispatcher:
 
     def _send_again(self, job: Job) -> None:
         if not job.group.ended:
-            if job.counted >= SUSPECT_AFTER:
+            if job.tries.deaths >= SUSPECT_AFTER:
                 self._suspects.append(job)
             else:
                 self._queue.appendleft(job)
@@ -283,45 +269,37 @@ class Dispatcher:
         """
         now = time.monotonic
         limits = self._limits
-        if job.first_sent_at is None:
-            job.first_sent_at = now()
+        assert job.first_sent_at is not None
         deadline = job.first_sent_at + limits.element_timeout_s
+        tries = job.tries
         timeout_s = job.request.timeout_s
         if timeout_s is None:
             timeout_s = limits.request_timeout_s
         while True:
             began = now()
-            job.attempts += 1
+            if tries.last is not None and began >= deadline:
+                return self._give_up(job, tries.last, ErrorKind.DEADLINE_EXCEEDED, 0.0)
+            tries.attempts += 1
             result = await self._sender.send(
-                job.request, min(timeout_s, max(0.0, deadline - began)), limits.excerpt_chars
+                job.request, min(timeout_s, deadline - began), limits.excerpt_chars
             )
             took_s = now() - began
+            if job.group.ended:
+                return 0.0  # a cancellation that came together with a timeout was lost to it
             if not isinstance(result, (Again, Refused)):
                 return self._answer(job, result, took_s)
             if isinstance(result, Refused):
                 return self._failure(job, result, took_s)
-            waits_out = result.reason in WAITED_OUT
-            if waits_out:
-                job.waits += 1
-                job.waited_s += took_s
-                left_s = limits.max_wait_s - job.waited_s
-                over = left_s <= 0
-                delay = backoff_s(job.waits, result.retry_after_s, random.random)
-                delay = min(delay, max(0.0, left_s))
-                job.waited_s += delay
-            else:
-                job.counted += 1
-                over = job.counted > limits.max_retries
-                delay = backoff_s(job.counted, None, random.random)
-            if over:
+            wait_s = tries.wait_after(result, took_s, random.random)
+            if wait_s is None:
                 return self._give_up(job, result, FINAL_KIND[result.reason], took_s)
-            if now() + delay >= deadline:
+            if now() + wait_s >= deadline:
                 return self._give_up(job, result, ErrorKind.DEADLINE_EXCEEDED, took_s)
-            job.retried.append(result.reason)
+            tries.retried.append(result.reason)
             self._note(result)
-            if not waits_out:
-                return delay
-            await asyncio.sleep(delay)
+            if result.reason not in WAITED_OUT:
+                return wait_s
+            await asyncio.sleep(wait_s)
 
     def _answer(self, job: Job, response: Response, took_s: float) -> Answer:
         assert job.first_sent_at is not None
@@ -329,22 +307,22 @@ class Dispatcher:
             response,
             took_s,
             job.first_sent_at - job.queued_at,
-            job.attempts,
-            tuple(job.retried),
+            job.tries.attempts,
+            tuple(job.tries.retried),
             time.time_ns() // 1_000_000,
         )
 
     def _failure(self, job: Job, refused: Refused, took_s: float) -> Failure:
         assert job.first_sent_at is not None
         error = InferenceError(
-            refused.kind, refused.status, refused.message, refused.details, job.attempts
+            refused.kind, refused.status, refused.message, refused.details, job.tries.attempts
         )
         return Failure(
             error,
             took_s,
             job.first_sent_at - job.queued_at,
-            job.attempts,
-            tuple(job.retried),
+            job.tries.attempts,
+            tuple(job.tries.retried),
             time.time_ns() // 1_000_000,
         )
 

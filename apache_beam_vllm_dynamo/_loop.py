@@ -33,6 +33,7 @@ class LoopThread:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._holders = 0
+        self._serving = False
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -40,7 +41,7 @@ class LoopThread:
     def acquire(self) -> asyncio.AbstractEventLoop:
         """Starts the thread if need be; every call is paired with one of :meth:`release`."""
         with self._lock:
-            if not self.is_alive():
+            if not self._serving:
                 self._holders = 0
                 self._start()
             self._holders += 1
@@ -56,14 +57,9 @@ class LoopThread:
                 if self._holders == 0:
                     self._stop()
 
-    def is_alive(self) -> bool:
-        """Whether the loop runs."""
-        thread = self._thread
-        return thread is not None and thread.is_alive()
-
-    def is_current(self) -> bool:
-        """Whether the caller runs on the loop's thread."""
-        return threading.current_thread() is self._thread
+    def serves(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether this loop, which :meth:`acquire` gave, still runs."""
+        return self._serving and loop is self._loop
 
     @property
     def session(self) -> aiohttp.ClientSession:
@@ -84,29 +80,21 @@ class LoopThread:
 
     def _run(self, loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
         asyncio.set_event_loop(loop)
+        session: aiohttp.ClientSession | None = None
         try:
-            self._session = loop.run_until_complete(_new_session())
-            loop.call_soon(started.set)
+            session = self._session = loop.run_until_complete(_new_session())
+            self._serving = True
+            started.set()
             loop.run_forever()
         finally:
+            # First, so that nobody takes hold of a loop that is about to close.
+            self._serving = False
             started.set()
-            loop.run_until_complete(self._close_session())
+            loop.run_until_complete(_end(session))
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.run_until_complete(loop.shutdown_default_executor())
             asyncio.set_event_loop(None)
             loop.close()
-
-    async def _close_session(self) -> None:
-        # The end of a task may let another one start.
-        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
-            # A closed transport lets its socket go one turn of the loop later.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
 
     def _stop(self) -> None:
         thread, loop = self._thread, self._loop
@@ -115,9 +103,7 @@ class LoopThread:
         atexit.unregister(self._stop)
         if thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)
-            # A client may be collected on the loop's own thread, which cannot wait for itself.
-            if thread is not threading.current_thread():
-                thread.join(_STOP_TIMEOUT_S)
+            thread.join(_STOP_TIMEOUT_S)
         self._thread = self._loop = self._session = None
 
 
@@ -144,3 +130,16 @@ async def _new_session() -> aiohttp.ClientSession:
         skip_auto_headers=('Accept', 'Accept-Encoding', 'User-Agent'),
         trust_env=False,  # a proxy of the environment must not get prompts for loopback
     )
+
+
+async def _end(session: aiohttp.ClientSession | None) -> None:
+    # The end of a task may let another one start.
+    while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if session is not None:
+        await session.close()
+        # A closed transport lets its socket go one turn of the loop later.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)

@@ -26,12 +26,10 @@ import datetime as dt
 import email.utils
 import enum
 import http
-import json
 import math
-import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from apache_beam_vllm_dynamo._error_bodies import excerpt, length_text, parse_error, too_long
 from apache_beam_vllm_dynamo.errors import ConfigurationError, ErrorKind
 
 # As long as Beam's own handler lets one request take.
@@ -141,6 +139,8 @@ WAITED_OUT = frozenset(
         RetryReason.CONNECT,
     }
 )
+# Reasons for which the element itself may be to blame, together with all that were in flight.
+DEATHS = frozenset({RetryReason.DISCONNECT, RetryReason.ENGINE_LOST})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -196,8 +196,8 @@ def classify(
       excerpt_chars: How much of the server's message to keep.
       now: The time that a ``Retry-After`` date is compared with; the present by default.
     """
-    said = _parse(body)
-    message = _excerpt(said.message, excerpt_chars) or f'the server answered {status}'
+    said = parse_error(body)
+    message = excerpt(said.message, excerpt_chars) or f'the server answered {status}'
     reason = _passing(status, body, said.type, took_s)
     if reason is RetryReason.NOT_ROUTED:
         return Again(reason, status, 'the server does not route the model yet')
@@ -208,9 +208,9 @@ def classify(
         return Refused(ErrorKind.MALFORMED_RESPONSE, status, text)
     if status == _TOO_LARGE and not said.message:
         message = 'the request is larger than the server takes'
-    lengths = _too_long(said) if status in _MAY_BE_LENGTH else None
+    lengths = too_long(said) if status in _MAY_BE_LENGTH else None
     if lengths is not None:
-        return Refused(ErrorKind.PROMPT_TOO_LONG, status, _length_text(lengths, message), lengths)
+        return Refused(ErrorKind.PROMPT_TOO_LONG, status, length_text(lengths, message), lengths)
     return Refused(ErrorKind.INVALID_REQUEST, status, message)
 
 
@@ -268,80 +268,61 @@ def backoff_s(
     return delay
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _ErrorBody:
-    message: str = ''
-    type: str = ''
-    param: str = ''
-    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+class Tries:
+    """What became of the attempts of one element, and what follows from that.
 
+    Attributes:
+      attempts: How many there were.
+      deaths: In how many of them the server or the engine died.
+      retried: Why each attempt but the last was not the last.
+      last: How the last one failed, if it did.
+    """
 
-def _parse(body: bytes) -> _ErrorBody:
-    """Reads Dynamo's flat error body, vLLM's nested one, FastAPI's, or plain text."""
-    text = body.decode(errors='replace').strip()
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return _ErrorBody(message=text)
-    if isinstance(value, dict) and isinstance(value.get('error'), dict):
-        value = value['error']
-    if not isinstance(value, dict):
-        return _ErrorBody(message=text)
-    message = value.get('message', value.get('detail', value.get('error', '')))
-    details = value.get('details')
-    return _ErrorBody(
-        message if isinstance(message, str) else json.dumps(message),
-        str(value.get('type') or ''),
-        str(value.get('param') or ''),
-        details if isinstance(details, dict) else {},
+    __slots__ = (
+        '_counted',
+        '_limits',
+        '_waited_s',
+        '_waits',
+        'attempts',
+        'deaths',
+        'last',
+        'retried',
     )
 
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._counted = 0
+        self._waits = 0
+        self._waited_s = 0.0
+        self.attempts = 0
+        self.deaths = 0
+        self.retried: list[RetryReason] = []
+        self.last: Again | None = None
 
-# vLLM's own server has the numbers in its sentence alone. Each pattern asks for the words
-# around a number, so that no other number of the sentence can be taken for it.
-_LIMIT = re.compile(r'(?:context length(?: is(?: only)?| of)?|model length of) \(?(\d+)')
-_ACTUAL = tuple(
-    re.compile(pattern)
-    for pattern in (
-        r'contains (?:at least )?(\d+) input tokens',
-        r'(?:passed|has) (\d+) input tokens',
-        r'prompt \(length (\d+)\)',
-        r'\((\d+) in the (?:messages|prompt)',
-    )
-)
+    def wait_after(self, again: Again, took_s: float, random: Callable[[], float]) -> float | None:
+        """How long to wait before the next attempt; ``None`` if there must be none.
 
-
-def _too_long(said: _ErrorBody) -> dict[str, object] | None:
-    """The token counts of a refusal for length; ``None`` if it is none."""
-    if said.details.get('type') == 'context_length':
-        return {key: said.details[key] for key in ('limit', 'actual') if key in said.details}
-    limit = _LIMIT.search(said.message)
-    found = (pattern.search(said.message) for pattern in _ACTUAL)
-    actual = next((match for match in found if match), None)
-    if said.param not in ('input_tokens', 'input_text') and not (limit and actual):
-        return None
-    lengths: dict[str, object] = {}
-    if limit:
-        lengths['limit'] = int(limit[1])
-    if actual:
-        lengths['actual'] = int(actual[1])
-    return lengths
-
-
-def _length_text(lengths: Mapping[str, object], message: str) -> str:
-    if 'limit' in lengths and 'actual' in lengths:
-        return (
-            f'{lengths["actual"]} tokens in the prompt, but the model takes {lengths["limit"]}, '
-            'with the answer'
-        )
-    return message
-
-
-def _excerpt(message: str, chars: int) -> str:
-    message = ' '.join(message.split())
-    if len(message) <= chars:
-        return message
-    return message[:chars].rstrip() + '...' if chars else ''
+        Args:
+          again: How the last attempt failed.
+          took_s: How long it took, in seconds.
+          random: Gives a number from 0 to 1.
+        """
+        self.last = again
+        if again.reason in WAITED_OUT:
+            self._waits += 1
+            self._waited_s += took_s
+            left_s = self._limits.max_wait_s - self._waited_s
+            if left_s <= 0:
+                return None
+            # The last attempt is made at the very end of the time.
+            wait_s = min(left_s, backoff_s(self._waits, again.retry_after_s, random))
+            self._waited_s += wait_s
+            return wait_s
+        self._counted += 1
+        self.deaths += again.reason in DEATHS
+        if self._counted > self._limits.max_retries:
+            return None
+        return backoff_s(self._counted, again.retry_after_s, random)
 
 
 def is_whole_number(value: object) -> bool:

@@ -84,6 +84,11 @@ def sockets() -> list[str]:
     return found
 
 
+def loops() -> int:
+    """How many event loop threads of clients there are."""
+    return [thread.name for thread in threading.enumerate()].count('vllm-dynamo-client')
+
+
 def build(*elements: object) -> list[PreparedRequest | InferenceError]:
     return [BUILDER.build(element) for element in elements]
 
@@ -641,9 +646,6 @@ def test_nothing_is_started_before_the_first_request() -> None:
 
 
 def test_all_clients_share_one_thread_and_the_last_one_ends_it(server: FakeServer) -> None:
-    def loops() -> int:
-        return [thread.name for thread in threading.enumerate()].count('vllm-dynamo-client')
-
     first = InferenceClient(lambda: server.url, WINDOW)
     second = InferenceClient(lambda: server.url, WINDOW)
     first.run(build('one'))
@@ -660,9 +662,10 @@ def test_all_clients_share_one_thread_and_the_last_one_ends_it(server: FakeServe
 def test_a_client_that_is_dropped_closes_itself(server: FakeServer) -> None:
     client = InferenceClient(lambda: server.url, WINDOW)
     client.run(build('one'))
+    assert loops() == 1
     del client
     gc.collect()
-    assert not loop_thread().is_alive()
+    wait_until('the loop ends', lambda: loops() == 0)
 
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')

@@ -18,6 +18,7 @@ from apache_beam_vllm_dynamo._retry import (
     Refused,
     RequestLimits,
     RetryReason,
+    Tries,
     backoff_s,
     classify,
     retry_after_s,
@@ -252,3 +253,55 @@ def test_a_limit_that_cannot_work_is_refused_by_name(name: str, value: Any) -> N
 def test_limits_may_be_none_at_all() -> None:
     limits = RequestLimits(request_timeout_s=math.inf, max_wait_s=0, max_retries=0)
     assert limits.max_wait_s == 0
+
+
+# What follows from one attempt after the other.
+
+
+def waits(limits: RequestLimits, reasons: list[RetryReason], took_s: float = 0.0) -> list[Any]:
+    tries = Tries(limits)
+    return [
+        tries.wait_after(Again(reason, None, 'what happened'), took_s, lambda: 1.0)
+        for reason in reasons
+    ]
+
+
+def test_failures_of_an_elements_own_are_counted() -> None:
+    own = [RetryReason.SERVER_ERROR, RetryReason.DISCONNECT, RetryReason.MALFORMED]
+    assert waits(RequestLimits(max_retries=2), own) == [0.1, 0.2, None]
+
+
+def test_a_server_that_is_busy_or_away_is_waited_out_by_time_not_by_count() -> None:
+    away = [RetryReason.OVERLOADED, RetryReason.NOT_ROUTED, RetryReason.CONNECT]
+    assert waits(RequestLimits(max_retries=0, max_wait_s=600), away) == [0.1, 0.2, 0.4]
+
+
+def test_the_time_that_a_refusal_took_is_part_of_the_wait() -> None:
+    away = [RetryReason.UNAVAILABLE] * 4
+    assert waits(RequestLimits(max_wait_s=1.0), away, took_s=0.4) == [
+        0.1,
+        pytest.approx(0.1),  # what was left of the second, for one last attempt
+        None,
+        None,
+    ]
+
+
+def test_an_attempt_that_lasted_long_and_failed_by_itself_is_no_wait() -> None:
+    mixed = [RetryReason.TIMEOUT, RetryReason.OVERLOADED]
+    tries = Tries(RequestLimits(max_wait_s=10))
+    assert tries.wait_after(Again(mixed[0], None, ''), 600.0, lambda: 1.0) == 0.1
+    assert tries.wait_after(Again(mixed[1], None, ''), 0.1, lambda: 1.0) == 0.1
+
+
+def test_a_server_may_ask_for_no_more_than_the_total_time() -> None:
+    tries = Tries(RequestLimits(max_wait_s=5))
+    again = Again(RetryReason.OVERLOADED, 429, '', retry_after_s=3600)
+    assert tries.wait_after(again, 0.0, lambda: 1.0) == 5
+    assert tries.wait_after(again, 0.0, lambda: 1.0) is None
+
+
+def test_only_the_death_of_a_server_or_an_engine_makes_a_suspect() -> None:
+    tries = Tries(RequestLimits())
+    for reason in RetryReason:
+        tries.wait_after(Again(reason, None, ''), 0.0, lambda: 1.0)
+    assert tries.deaths == 2
