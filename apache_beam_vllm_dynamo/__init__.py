@@ -1,1 +1,44 @@
 """Large language models over Apache Beam pipelines, on vLLM engines behind NVIDIA Dynamo."""
+
+from apache_beam_vllm_dynamo.config import (
+    DynamoRuntimeConfig,
+    DynamoVLLMEngineSpec,
+    EnginesPerWorker,
+)
+from apache_beam_vllm_dynamo.errors import (
+    ChildExitedError,
+    ConfigurationError,
+    DevicesBusyError,
+    ErrorKind,
+    InferenceError,
+    InferenceFailedError,
+    MissingDependencyError,
+    RuntimeFailedError,
+    StartError,
+    StartTimeoutError,
+    VLLMDynamoError,
+)
+from apache_beam_vllm_dynamo.handlers import VLLMChatModelHandler, VLLMCompletionsModelHandler
+from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, OpenAIChatMessage
+
+__all__ = [
+    'ChatRequest',
+    'ChildExitedError',
+    'CompletionRequest',
+    'ConfigurationError',
+    'DevicesBusyError',
+    'DynamoRuntimeConfig',
+    'DynamoVLLMEngineSpec',
+    'EnginesPerWorker',
+    'ErrorKind',
+    'InferenceError',
+    'InferenceFailedError',
+    'MissingDependencyError',
+    'OpenAIChatMessage',
+    'RuntimeFailedError',
+    'StartError',
+    'StartTimeoutError',
+    'VLLMChatModelHandler',
+    'VLLMCompletionsModelHandler',
+    'VLLMDynamoError',
+]

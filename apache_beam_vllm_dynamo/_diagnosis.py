@@ -32,17 +32,19 @@ UNKNOWN = Diagnosis('unknown', '', 'yes')
 
 # The first that matches wins: an engine out of memory also writes of many other things.
 _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
-    (re.compile(pattern, re.IGNORECASE), diagnosis)
-    for pattern, diagnosis in (
+    (re.compile('|'.join(patterns), re.IGNORECASE), diagnosis)
+    for patterns, diagnosis in (
         (
-            r'address already in use|port \d+ already in use|errno 98\b|EADDRINUSE',
+            (r'address already in use|port \d+ already in use|errno 98\b|EADDRINUSE',),
             Diagnosis('address in use', 'Another process took its port.', 'other_addresses'),
         ),
         (
-            r'CUDA out of memory|OutOfMemoryError|CUDA error: out of memory'
-            r'|No available memory for the cache blocks|Free memory on device .* is less than'
-            r'|larger than the maximum number of tokens that can be stored in KV cache'
-            r'|estimated maximum model length',
+            (
+                r'CUDA out of memory|OutOfMemoryError|CUDA error: out of memory',
+                r'No available memory for the cache blocks|Free memory on device .* is less than',
+                r'larger than the maximum number of tokens that can be stored in KV cache',
+                r'estimated maximum model length',
+            ),
             Diagnosis(
                 'out of GPU memory',
                 'The GPU has too little memory for it. Lower max-num-seqs and max-model-len; set '
@@ -51,8 +53,10 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            r'unrecognized arguments?|error: argument |invalid choice: '
-            r'|expected (one|at least one) argument',
+            (
+                r'unrecognized arguments?|error: argument |invalid choice: ',
+                r'expected (one|at least one) argument',
+            ),
             Diagnosis(
                 'unknown flag',
                 'It does not take one of the flags it was given; compare vllm_server_kwargs, '
@@ -60,7 +64,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            r'No module named [\'"]?(dynamo|vllm|zmq)',
+            (r'No module named [\'"]?(dynamo|vllm|zmq)',),
             Diagnosis(
                 'package not installed',
                 'Install it where the workers run: `pip install "ai-dynamo[vllm]==1.6.1"` for '
@@ -68,11 +72,13 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            r'RepositoryNotFoundError|is not a local folder and is not a valid model'
-            r'|Repository Not Found|Invalid repository ID or local directory'
-            r'|Repo id must be in the form|LocalEntryNotFoundError|offline mode is enabled'
-            r'|does not appear to have a file named|model path .* does not exist'
-            r'|Failed to (fetch|download) model|GatedRepoError|is not a valid directory',
+            (
+                r'RepositoryNotFoundError|is not a local folder and is not a valid model',
+                r'Repository Not Found|Invalid repository ID or local directory',
+                r'Repo id must be in the form|LocalEntryNotFoundError|offline mode is enabled',
+                r'does not appear to have a file named|model path .* does not exist',
+                r'Failed to (fetch|download) model|GatedRepoError|is not a valid directory',
+            ),
             Diagnosis(
                 'model not found',
                 'The model could not be read. Check model_name (a local directory must exist on '
@@ -81,9 +87,11 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            r'No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal'
-            r'|Failed to infer device type|Found no NVIDIA driver|libcuda\.so\.1'
-            r'|NVML.* not found|CUDA driver version is insufficient',
+            (
+                r'No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal',
+                r'Failed to infer device type|Found no NVIDIA driver|libcuda\.so\.1',
+                r'NVML.* not found|CUDA driver version is insufficient',
+            ),
             Diagnosis(
                 'too few GPUs',
                 'It found no usable GPU. Check that the worker has as many GPUs as the config '
@@ -92,12 +100,14 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            r'no space left on device',
+            (r'no space left on device',),
             Diagnosis('disk full', 'The disk of the worker is full; give it a larger one.'),
         ),
         (
-            r'Unable to create lease|etcd.*(connection refused|unavailable|timed? ?out)'
-            r'|ConnectError.*etcd',
+            (
+                r'Unable to create lease|etcd.*(connection refused|unavailable|timed? ?out)',
+                r'ConnectError.*etcd',
+            ),
             Diagnosis(
                 'etcd not reachable',
                 'It could not reach etcd. Check ETCD_ENDPOINTS on the worker, or unset it to have '

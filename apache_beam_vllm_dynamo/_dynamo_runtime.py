@@ -6,31 +6,36 @@ import logging
 import os
 import shutil
 import sys
-import tempfile
 import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from apache_beam_vllm_dynamo import _commands, _probes
-from apache_beam_vllm_dynamo._addresses import LONGEST_SOCKET_PATH_BYTES, allocate
+from apache_beam_vllm_dynamo._addresses import allocate
 from apache_beam_vllm_dynamo._commands import Command, Stack
-from apache_beam_vllm_dynamo._diagnosis import diagnose
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
-from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess, stop_all
+from apache_beam_vllm_dynamo._probes import Reply
+from apache_beam_vllm_dynamo._process import stop_all
+from apache_beam_vllm_dynamo._readiness import (
+    await_engines,
+    await_probe,
+    private_directory,
+    with_free_addresses,
+)
+from apache_beam_vllm_dynamo._restart import ChildStatus
+from apache_beam_vllm_dynamo._service import Service, ServiceSpec
+from apache_beam_vllm_dynamo._supervisor import Supervisor
 from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
-from apache_beam_vllm_dynamo.errors import ChildExitedError, StartError, StartTimeoutError
+from apache_beam_vllm_dynamo.errors import RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.1  # of a start, whose parts take from half a second to many minutes
-PROGRESS_INTERVAL_S = 30.0  # a model load of minutes must not look like a hang
-ADDRESS_ATTEMPTS = 3  # starts in all, when ports found free were taken before they were bound
 HELPER_GRACE_S = 3.0  # etcd, broker and frontend end within a second of TERM
-
-DIRECTORY_PREFIX = 'vllm-dynamo-'
+HELPER_START_BOUND_S = 60.0  # they serve after a second or two, a frontend under load after seven
 
 
 class _DynamoLocalRuntime:
@@ -58,8 +63,10 @@ class _DynamoLocalRuntime:
         self._config = place(config, topology or look_up_topology(self._base_env))
         self._chat_template = chat_template
         self._lock = threading.Lock()
-        self._processes: list[ManagedProcess] = []
+        self._services: list[Service] = []
         self._stack: Stack | None = None
+        self._supervisor: Supervisor | None = None
+        self._directory: Path | None = None
 
     def start(self) -> None:
         """Starts everything and returns when requests can be sent.
@@ -70,72 +77,74 @@ class _DynamoLocalRuntime:
         Raises:
           StartError: Something did not come up; whatever had started is gone again.
         """
-        for attempt in range(1, ADDRESS_ATTEMPTS + 1):
-            try:
-                self._start_once()
-                return
-            except ChildExitedError as error:
-                taken = diagnose(error.log_tail).retry == 'other_addresses'
-                if not taken or attempt == ADDRESS_ATTEMPTS:
-                    raise
-                _LOGGER.warning('%s Starting again on other ports.', error)
+        with_free_addresses(self._start_once)
 
-    def base_url(self) -> str:
-        """Where requests go, without a path."""
-        return self._running_stack().addresses.base_url
+    def endpoint(self) -> str:
+        """Where requests go, without a path.
 
-    def close(self, reason: str = 'closed') -> None:
-        """Stops engines, frontend and etcd, in this order, and removes the directory.
-
-        Takes at most ``stop_timeout_secs`` for the engines and ten seconds for each of the
-        other steps. Closing twice is no error.
+        Raises:
+          RuntimeFailedError: The runtime was given up or closed.
         """
         with self._lock:
-            processes, self._processes = self._processes, []
-            stack, self._stack = self._stack, None
-        # Each of the later ones is needed by the earlier ones to leave in good order.
-        engines = [p for p in processes if p.spec.label.startswith('engine')]
-        stop_all(engines, reason)
-        for process in reversed([p for p in processes if p not in engines]):
-            process.stop(reason)
-        if stack is not None:
-            shutil.rmtree(stack.addresses.directory, ignore_errors=True)
-
-    def _running_stack(self) -> Stack:
-        stack = self._stack
+            stack, supervisor = self._stack, self._supervisor
+        if supervisor is not None and supervisor.failure is not None:
+            raise supervisor.failure
         if stack is None:
-            raise StartError('The runtime is not running: it was closed, or never started.')
-        return stack
+            raise RuntimeFailedError('The runtime was closed.')
+        return stack.addresses.base_url
+
+    @property
+    def window(self) -> int:
+        """How many requests the engines run at once, all together."""
+        return sum(spec.max_num_seqs for spec in self._config.listed_engines)
+
+    def statuses(self) -> tuple[ChildStatus, ...]:
+        """What is known of each child."""
+        return tuple(service.status for service in self._services)
+
+    def close(self, reason: str = 'closed') -> None:
+        """Stops engines, frontend, broker and etcd, in this order, and removes the directory.
+
+        Takes at most ``stop_timeout_secs`` for the engines and three seconds for each of the
+        others, and five more for each step where something has to be killed. Closing twice
+        is no error.
+        """
+        with self._lock:
+            supervisor, self._supervisor = self._supervisor, None
+            self._stack = None
+            directory, self._directory = self._directory, None
+        if supervisor is not None:
+            supervisor.end()
+        self._stop_services(reason)
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
 
     def _start_once(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_secs
-        directory = _private_directory()
+        self._services = []
         try:
-            stack = self._stack = self._plan(directory)
-            if stack.starts_etcd:
-                program = find_etcd(self._config.etcd_path, self._base_env.get('PATH'))
-                etcd = self._launch('etcd', _commands.etcd_command(program, stack))
-                self._await_etcd(etcd, stack, deadline)
-            self._launch('event broker', _commands.event_broker_command(stack))
-            self._launch('frontend', _commands.frontend_command(stack))
-            engines = len(stack.config.listed_engines)
-            for index in range(engines):
-                command = _commands.engine_command(stack, index)
-                self._launch(
-                    f'engine {index + 1} of {engines}', command, self._config.stop_timeout_secs
-                )
-            self._await_ready(stack, deadline)
+            self._directory = private_directory()
+            stack = self._plan(self._directory)
+            helpers = self._start_helpers(stack, deadline)
+            engines = self._start_frontend_and_engines(stack, helpers)
+            self._await_ready(engines, deadline)
         except BaseException as error:
-            self._stack = None
             self.close(f'the start failed: {type(error).__name__}')
-            shutil.rmtree(directory, ignore_errors=True)
             raise
+        supervisor = Supervisor(self._services, f'{stack.namespace} supervisor')
+        supervisor.start()
+        with self._lock:
+            self._stack, self._supervisor = stack, supervisor
 
     def _plan(self, directory: Path) -> Stack:
         template = None
         if self._chat_template is not None:
             template = directory / 'chat_template.jinja'
             template.write_text(self._chat_template, encoding='utf-8')
+            if self._config.engine_kind == 'simulated':
+                _LOGGER.warning(
+                    "Simulated engines use the model's own chat template, not chat_template_path."
+                )
         external = self._base_env.get('ETCD_ENDPOINTS', '').strip() or None
         return Stack(
             config=self._config,
@@ -148,103 +157,81 @@ class _DynamoLocalRuntime:
             chat_template=template,
         )
 
-    def _launch(
-        self, label: str, command: Command, stop_grace_s: float = HELPER_GRACE_S
-    ) -> ManagedProcess:
-        spec = ChildSpec(label, command.argv, command.env, stop_grace_s=stop_grace_s)
-        process = ManagedProcess(spec)
-        self._processes.append(process)
-        _LOGGER.debug('starting %s: %s', label, command.argv)
-        process.start()
-        return process
+    def _start_helpers(self, stack: Stack, deadline: float) -> list[Service]:
+        """Starts what engines and frontend need; they fail without it."""
+        helpers: list[Service] = []
+        if stack.starts_etcd:
+            program = find_etcd(self._config.etcd_path, self._base_env.get('PATH'))
+            port = stack.addresses.etcd_client_port
+            command = _commands.etcd_command(program, stack)
+            etcd = self._launch('etcd', command, lambda t: _probes.etcd_serves(port, t))
+            helpers.append(etcd)
+            await_probe(etcd, self._services, deadline, self._config.start_timeout_secs)
+        broker = self._launch('event broker', _commands.event_broker_command(stack), lambda _: None)
+        broker.came_up()
+        return [*helpers, broker]
 
-    def _await_etcd(self, etcd: ManagedProcess, stack: Stack, deadline: float) -> None:
-        port = stack.addresses.etcd_client_port
-        self._await('etcd to serve', deadline, [etcd], lambda: _probes.etcd_serves(port))
+    def _start_frontend_and_engines(self, stack: Stack, helpers: list[Service]) -> list[Service]:
+        port, model, namespace = stack.addresses.frontend_port, stack.model_name, stack.namespace
+        engines: list[Service] = []
 
-    def _await_ready(self, stack: Stack, deadline: float) -> None:
-        progress = _EngineProgress(stack)
-        port, model = stack.addresses.frontend_port, stack.model_name
-        count = len(stack.config.listed_engines)
-        self._await('every engine to serve', deadline, self._processes, progress.look)
+        def frontend_serves(timeout_s: float) -> Reply | None:
+            expected = sum(engine.serves for engine in engines)
+            return _probes.frontend_serves(port, model, namespace, expected, timeout_s)
 
-        def all_routable() -> str | None:
-            found = _probes.routable_engines(port, model, stack.namespace)
-            return None if found == count else f'{found} of {count}'
-
-        self._await('the frontend to route to all engines', deadline, self._processes, all_routable)
-        self._await(
-            'a request for one token to be answered',
-            deadline,
-            self._processes,
-            lambda: _probes.canary(port, model),
-        )
-
-    def _await(
-        self,
-        expected: str,
-        deadline: float,
-        needed: Sequence[ManagedProcess],
-        look: Callable[[], object],
-    ) -> None:
-        """Polls ``look`` until it finds nothing amiss, while everything ``needed`` lives."""
-        while True:
-            for process in needed:
-                check_alive(process)
-            found = look()
-            if found is None:
-                return
-            if time.monotonic() > deadline:
-                tail = [line for process in needed for line in process.log_tail(10)]
-                raise StartTimeoutError(self._config.start_timeout_secs, expected, str(found), tail)
-            time.sleep(POLL_INTERVAL_S)
-
-
-class _EngineProgress:
-    """Watches engines become healthy, and says so as it happens."""
-
-    def __init__(self, stack: Stack) -> None:
-        self._ports = [engine.system_port for engine in stack.addresses.engines]
-        self._ready: set[int] = set()
-        self._started = time.monotonic()
-        self._said = self._started
-
-    def look(self) -> str | None:
-        total = len(self._ports)
-        for index, port in enumerate(self._ports):
-            if index not in self._ready and _probes.healthy(port) is None:
-                self._ready.add(index)
-                _LOGGER.info('engine %d of %d ready after %.0f s', index + 1, total, self._waited())
-        if len(self._ready) == total:
-            return None
-        if time.monotonic() - self._said > PROGRESS_INTERVAL_S:
-            self._said = time.monotonic()
-            _LOGGER.info(
-                '%d of %d engines ready after %.0f s', len(self._ready), total, self._waited()
+        self._launch('frontend', _commands.frontend_command(stack), frontend_serves, needs=helpers)
+        specs = stack.config.listed_engines
+        for index, spec in enumerate(specs):
+            engine = self._launch(
+                f'engine {index + 1} of {len(specs)}',
+                _commands.engine_command(stack, index),
+                partial(_probes.healthy, stack.addresses.engines[index].system_port),
+                needs=helpers,
+                stop_grace_s=self._config.stop_timeout_secs,
+                start_bound_s=self._config.start_timeout_secs,
+                devices=spec.gpu_devices or tuple(map(str, spec.cpu_cores)),
             )
-        return f'{len(self._ready)} of {total} healthy'
+            engines.append(engine)
+        return engines
 
-    def _waited(self) -> float:
-        return time.monotonic() - self._started
+    def _await_ready(self, engines: list[Service], deadline: float) -> None:
+        total_s = self._config.start_timeout_secs
+        await_engines(engines, self._services, deadline, total_s)
+        frontend = next(s for s in self._services if s.spec.label == 'frontend')
+        await_probe(frontend, self._services, deadline, total_s)
 
+    def _launch(
+        self,
+        label: str,
+        command: Command,
+        probe: Callable[[float], Reply | None],
+        *,
+        liveness: Callable[[float], Reply | None] | None = None,
+        needs: Sequence[Service] = (),
+        stop_grace_s: float = HELPER_GRACE_S,
+        start_bound_s: float = HELPER_START_BOUND_S,
+        devices: tuple[str, ...] = (),
+    ) -> Service:
+        spec = ServiceSpec(
+            label,
+            command.argv,
+            dict(command.env),
+            probe,
+            stop_grace_s,
+            start_bound_s,
+            devices,
+            liveness,
+        )
+        service = Service(spec, needs)
+        self._services.append(service)
+        service.launch()
+        return service
 
-def check_alive(process: ManagedProcess) -> None:
-    """Raises what a child's end means while it is needed.
-
-    Raises:
-      ChildExitedError: It has ended.
-    """
-    exit_status = process.poll()
-    if exit_status is None:
-        return
-    tail = process.log_tail()
-    raise ChildExitedError(process.spec.label, str(exit_status), tail, diagnose(tail).hint)
-
-
-def _private_directory() -> Path:
-    """A new directory of this user alone, with a path that Unix sockets can hold."""
-    base = tempfile.gettempdir()
-    longest = os.path.join(base, DIRECTORY_PREFIX + 'x' * 8, 'events-out')
-    if len(os.fsencode(longest)) > LONGEST_SOCKET_PATH_BYTES:
-        base = '/tmp'
-    return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))
+    def _stop_services(self, reason: str) -> None:
+        engines = [s for s in self._services if s.spec.label.startswith('engine')]
+        # Each step needs those after it to leave in good order.
+        steps = [engines, *([s] for s in reversed(self._services) if s not in engines)]
+        for step in steps:
+            stop_all([s.process for s in step if s.process is not None], reason)
+            for service in step:
+                service.stopped()

@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from apache_beam_vllm_dynamo.config import (
     DynamoRuntimeConfig,
@@ -22,6 +23,7 @@ from apache_beam_vllm_dynamo.errors import StartError
 
 _LOGGER = logging.getLogger(__name__)
 
+_FIRST_GPU = Path('/dev/nvidia0')
 NVIDIA_SMI_TIMEOUT_S = 30  # a driver that is still loading answers after some seconds
 
 
@@ -145,7 +147,7 @@ def _gpus_by_nvidia_smi() -> tuple[str, ...] | None:
     program = shutil.which('nvidia-smi')
     if program is None:
         # Some containers have the driver without its tool; then CUDA itself has to say no.
-        return () if not os.path.exists('/dev/nvidia0') else None
+        return None if _FIRST_GPU.exists() else ()
     try:
         listed = subprocess.run(
             (program, '--query-gpu=index', '--format=csv,noheader'),

@@ -11,6 +11,7 @@ import dataclasses
 import http.client
 import json
 import urllib.parse
+from http import HTTPStatus
 from typing import Any
 
 from apache_beam_vllm_dynamo._addresses import LOOPBACK
@@ -27,7 +28,7 @@ class Reply:
     Attributes:
       status: The HTTP status, or ``None`` where there was no answer.
       body: The JSON body, or ``None`` where it was none.
-      problem: Why there was no answer; else empty.
+      problem: Why there was no answer, or what is wrong with it; else empty.
     """
 
     status: int | None
@@ -35,47 +36,63 @@ class Reply:
     problem: str = ''
 
     def __str__(self) -> str:
-        return f'HTTP {self.status}' if self.status is not None else self.problem
+        return self.problem or f'HTTP {self.status}'
 
 
-def get(port: int, path: str, timeout_s: float = PROBE_TIMEOUT_S) -> Reply:
-    """GETs ``path`` from a server on loopback."""
+def etcd_serves(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> Reply | None:
+    """``None`` once etcd can serve reads and writes, else what it answered."""
+    reply = _get(port, '/health', timeout_s)
+    serves = reply.status == HTTPStatus.OK and str(_field(reply.body, 'health')).lower() == 'true'
+    return None if serves else reply
+
+
+def healthy(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> Reply | None:
+    """``None`` once the server's own health endpoint says 200, else what it answered."""
+    reply = _get(port, '/health', timeout_s)
+    return None if reply.status == HTTPStatus.OK else reply
+
+
+def frontend_serves(
+    port: int, model_name: str, namespace: str, engines: int, timeout_s: float = PROBE_TIMEOUT_S
+) -> Reply | None:
+    """``None`` once the frontend routes to so many engines and has answered a request.
+
+    Listed is not yet routable: for half a second after an engine is listed requests can still
+    be answered with an empty 404, hence the request.
+    """
+    reply = _get(port, _ready_path(model_name), timeout_s)
+    if reply.status is None:
+        return reply
+    found = _workers(reply, namespace)
+    if found < engines or not found:
+        return Reply(reply.status, problem=f'it routes to {found} of {engines} engines')
+    return answers(port, model_name)
+
+
+def answers(port: int, model_name: str) -> Reply | None:
+    """Asks for one token; ``None`` once it came, else what came instead."""
+    body = {'model': model_name, 'prompt': CANARY_PROMPT, 'max_tokens': 1}
+    reply = _exchange('POST', port, '/v1/completions', body, CANARY_TIMEOUT_S)
+    return None if reply.status == HTTPStatus.OK else reply
+
+
+def _get(port: int, path: str, timeout_s: float) -> Reply:
     return _exchange('GET', port, path, None, timeout_s)
 
 
-def etcd_serves(port: int) -> Reply | None:
-    """``None`` once etcd can serve reads and writes, else what it answered."""
-    reply = get(port, '/health')
-    healthy = reply.status == 200 and str(_field(reply.body, 'health')).lower() == 'true'
-    return None if healthy else reply
-
-
-def healthy(port: int) -> Reply | None:
-    """``None`` once the server's own health endpoint says 200, else what it answered."""
-    reply = get(port, '/health')
-    return None if reply.status == 200 else reply
-
-
-def routable_engines(port: int, model_name: str, namespace: str) -> int:
-    """How many engines the frontend would send a request to."""
-    # The rest of the path is the name, slashes included: an escaped slash is not found, and
-    # of a name that begins with one the frontend strips one.
+def _ready_path(model_name: str) -> str:
+    # The rest of the path is the name, slashes included: an escaped slash is not found, and of
+    # a name that begins with one the frontend strips one.
     model = urllib.parse.quote(model_name, safe='/')
-    if model.startswith('/'):
-        model = '/' + model
-    reply = get(port, f'/v1/models/{model}/ready')
-    if reply.status != 200 or _field(reply.body, 'ready') is not True:
+    return f'/v1/models/{"/" if model.startswith("/") else ""}{model}/ready'
+
+
+def _workers(reply: Reply, namespace: str) -> int:
+    if reply.status != HTTPStatus.OK or _field(reply.body, 'ready') is not True:
         return 0
     types = _field(_field(_field(reply.body, 'namespaces'), namespace), 'worker_types')
     workers = _field(_field(types, 'aggregated'), 'workers')
     return workers if isinstance(workers, int) else 0
-
-
-def canary(port: int, model_name: str) -> Reply | None:
-    """Asks for one token; ``None`` once it came, else what came instead."""
-    body = {'model': model_name, 'prompt': CANARY_PROMPT, 'max_tokens': 1}
-    reply = _exchange('POST', port, '/v1/completions', body, CANARY_TIMEOUT_S)
-    return None if reply.status == 200 else reply
 
 
 def _exchange(

@@ -173,19 +173,20 @@ class DynamoRuntimeConfig:
         self._check_choices()
         self._check_numbers()
         _set(self, 'frontend_kwargs', normalized('frontend_kwargs', self.frontend_kwargs))
+        if not isinstance(self.engines, EnginesPerWorker):
+            _set(self, 'engines', _engine_tuple(self.engines))
+            if self.engine_kind == 'gpu':
+                _check_gpu_placement(self.listed_engines)
+            if self.engine_kind == 'cpu':
+                _check_cpu_placement(self.listed_engines)
+        self._check_reserved()
+
+    def _check_reserved(self) -> None:
+        per_worker = self.engines if isinstance(self.engines, EnginesPerWorker) else None
         _reserved.check_frontend_kwargs(self.frontend_kwargs)
-        if isinstance(self.engines, EnginesPerWorker):
-            _reserved.check_engine_kwargs(self.engines.spec.vllm_server_kwargs, self.router_mode)
-            _reserved.check_simulation_kwargs(self.engines.spec.simulation_kwargs)
-            return
-        _set(self, 'engines', _engine_tuple(self.engines))
-        for spec in self.listed_engines:
+        for spec in (per_worker.spec,) if per_worker else self.listed_engines:
             _reserved.check_engine_kwargs(spec.vllm_server_kwargs, self.router_mode)
             _reserved.check_simulation_kwargs(spec.simulation_kwargs)
-        if self.engine_kind == 'gpu':
-            _check_gpu_placement(self.listed_engines)
-        if self.engine_kind == 'cpu':
-            _check_cpu_placement(self.listed_engines)
 
     @classmethod
     def for_devices(

@@ -48,20 +48,22 @@ class ChildExitedError(StartError):
 
     Args:
       label: Which child, e.g. ``"engine 1 of 2"``.
-      exit: How it ended, e.g. ``"exit status 1"`` or ``"killed by SIGKILL"``.
+      exit_status: How it ended, e.g. ``"exit status 1"`` or ``"killed by SIGKILL"``.
       log_tail: The last lines that it wrote, oldest first.
       hint: What to do about it, for the causes that are known; else empty.
     """
 
-    def __init__(self, label: str, exit: str, log_tail: Sequence[str] = (), hint: str = '') -> None:
+    def __init__(
+        self, label: str, exit_status: str, log_tail: Sequence[str] = (), hint: str = ''
+    ) -> None:
         self.label = label
-        self.exit = exit
+        self.exit_status = exit_status
         self.log_tail = tuple(log_tail)
         self.hint = hint
-        super().__init__(label, exit, self.log_tail, hint)
+        super().__init__(label, exit_status, self.log_tail, hint)
 
     def __str__(self) -> str:
-        text = f'{self.label} ended: {self.exit}.'
+        text = f'{self.label} ended: {self.exit_status}.'
         if self.hint:
             text += f' {self.hint}'
         return text + format_log_tail(self.log_tail)

@@ -78,3 +78,22 @@ class ChatRequest:
 
 CompletionElement: TypeAlias = str | Sequence[int] | CompletionRequest
 ChatElement: TypeAlias = Sequence[ChatMessage] | ChatRequest
+
+
+def size_bytes(element: object) -> int:
+    """How large an element is: its text in UTF-8, eight bytes for a number, keys not counted."""
+    if isinstance(element, str):
+        return len(element) if element.isascii() else len(element.encode('utf-8', 'replace'))
+    if isinstance(element, (int, float)):
+        return 8
+    if isinstance(element, CompletionRequest):
+        return size_bytes(element.prompt)
+    if isinstance(element, ChatRequest):
+        return size_bytes(element.messages)
+    if isinstance(element, OpenAIChatMessage):
+        return size_bytes(element.content) + size_bytes(element.tool_calls)
+    if isinstance(element, Mapping):
+        return sum(size_bytes(value) for value in element.values())
+    if isinstance(element, Sequence):
+        return sum(size_bytes(value) for value in element)
+    return 0

@@ -1,0 +1,316 @@
+"""What the two model handlers share: Beam's contract, kept with a vLLM server on the worker."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeVar
+
+from apache_beam.io.filesystems import FileSystems
+from apache_beam.ml.inference.base import ModelHandler, PredictionResult
+
+from apache_beam_vllm_dynamo import _metrics
+from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
+from apache_beam_vllm_dynamo._checks import positive_int_argument
+from apache_beam_vllm_dynamo._client import InferenceClient
+from apache_beam_vllm_dynamo._compatible import compatible_config
+from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
+from apache_beam_vllm_dynamo._model_server import Runtime, _VLLMModelServer
+from apache_beam_vllm_dynamo._native_runtime import NativeVLLMRuntime
+from apache_beam_vllm_dynamo._requests import Endpoint, RequestBuilder, validate_inference_args
+from apache_beam_vllm_dynamo._responses import Answer, Outcome
+from apache_beam_vllm_dynamo._retry import RequestLimits
+from apache_beam_vllm_dynamo.config import (
+    DEFAULT_MAX_NUM_SEQS,
+    DynamoRuntimeConfig,
+    EnginesPerWorker,
+)
+from apache_beam_vllm_dynamo.errors import (
+    ConfigurationError,
+    InferenceFailedError,
+)
+from apache_beam_vllm_dynamo.messages import ChatElement, CompletionElement, size_bytes
+
+OnError = Literal['raise', 'return']
+ElementT = TypeVar('ElementT', CompletionElement, ChatElement)
+
+# Batches wait for each other in the window, so that larger ones than it holds gain little.
+MAX_BATCH_WINDOWS = 4
+
+# One client a server and process, whichever handler copies and threads use it.
+_clients: weakref.WeakValueDictionary[str, InferenceClient] = weakref.WeakValueDictionary()
+_clients_lock = threading.Lock()
+
+
+class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer]):
+    """A handler whose model is a server; the arguments are explained at the two handlers."""
+
+    _endpoint: ClassVar[Endpoint]
+
+    def __init__(  # noqa: PLR0913 - Beam's handlers take as many, and a few are ours
+        self,
+        model_name: str,
+        vllm_server_kwargs: Mapping[str, ServerArgument] | None,
+        chat_template_path: str | None,
+        *,
+        use_dynamo: bool,
+        dynamo_runtime_config: DynamoRuntimeConfig | None,
+        dynamo_frontend_kwargs: Mapping[str, ServerArgument] | None,
+        on_error: OnError,
+        max_in_flight: int | None,
+        max_retries: int,
+        max_wait_secs: float,
+        request_timeout_secs: float,
+        element_timeout_secs: float,
+        batching: dict[str, Any],
+        options: dict[str, Any],
+    ) -> None:
+        _check_model_name(model_name)
+        if on_error not in ('raise', 'return'):
+            raise ConfigurationError(f"on_error is {on_error!r}; it must be 'raise' or 'return'.")
+        if max_in_flight is not None and (type(max_in_flight) is not int or max_in_flight < 1):
+            raise ConfigurationError(
+                f'max_in_flight is {max_in_flight!r}; it must be a whole number, 1 or more, or '
+                'None to size it from the engines.'
+            )
+        _check_options(options)
+        self._model_name = model_name
+        self._chat_template_path = chat_template_path
+        self._on_error = on_error
+        self._max_in_flight = max_in_flight
+        self._limits = RequestLimits(
+            request_timeout_s=request_timeout_secs,
+            element_timeout_s=element_timeout_secs,
+            max_wait_s=max_wait_secs,
+            max_retries=max_retries,
+        )
+        self._use_dynamo = use_dynamo
+        self._vllm_server_kwargs = normalized('vllm_server_kwargs', vllm_server_kwargs or {})
+        self._config = _config(
+            use_dynamo=use_dynamo,
+            vllm_server_kwargs=vllm_server_kwargs,
+            config=dynamo_runtime_config,
+            frontend_kwargs=dynamo_frontend_kwargs,
+        )
+        super().__init__(**self._with_batch_sizes(batching), **options)
+        self._client: tuple[str, InferenceClient] | None = None
+        self._recorded: _metrics.InferenceMetrics | None = None
+
+    def __repr__(self) -> str:
+        return f'{type(self).__name__}({self._model_name!r}, {self._describe_server()})'
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {'_client': None, '_recorded': None}
+
+    def load_model(self) -> _VLLMModelServer:
+        """Starts the server on this worker.
+
+        Raises:
+          StartError: It did not come up; the text holds the end of its log and what to do.
+        """
+        return _VLLMModelServer(self._runtime())
+
+    def run_inference(
+        self,
+        batch: Sequence[ElementT],
+        model: _VLLMModelServer,
+        inference_args: dict[str, Any] | None = None,
+    ) -> list[PredictionResult]:
+        """Asks the model about each element.
+
+        Args:
+          batch: The elements.
+          model: What :meth:`load_model` returned, or a proxy of it.
+          inference_args: Keyword arguments of the ``openai`` client's ``create()``, for all
+            elements.
+
+        Returns:
+          One result an element, in order. Its ``inference`` is the ``openai`` object, or an
+          :class:`~apache_beam_vllm_dynamo.errors.InferenceError` under ``on_error='return'``.
+
+        Raises:
+          InferenceFailedError: Under ``on_error='raise'``, once every element was tried.
+          RuntimeFailedError: The server is gone for good.
+        """
+        builder = RequestBuilder(
+            self._model_name, self._endpoint, inference_args, under_dynamo=self._use_dynamo
+        )
+        client = self._client_for(model)
+        outcomes = client.run([builder.build(element) for element in batch])
+        self._record(outcomes, model)
+        failures = [
+            (index, outcome.error)
+            for index, outcome in enumerate(outcomes)
+            if not isinstance(outcome, Answer)
+        ]
+        if failures and self._on_error == 'raise':
+            raise InferenceFailedError(failures, len(batch))
+        return [
+            PredictionResult(element, _inference(outcome), self._model_name)
+            for element, outcome in zip(batch, outcomes, strict=True)
+        ]
+
+    def get_num_bytes(self, batch: Sequence[ElementT]) -> int:
+        """The size of a batch's prompts, in bytes of text (eight a token id)."""
+        return sum(size_bytes(element) for element in batch)
+
+    def get_metrics_namespace(self) -> str:
+        """The namespace of every metric of these handlers."""
+        return _metrics.NAMESPACE
+
+    def validate_inference_args(self, inference_args: dict[str, Any] | None) -> None:
+        """Checks the arguments when the pipeline is built.
+
+        Raises:
+          ConfigurationError: One of them cannot work.
+        """
+        validate_inference_args(inference_args, self._endpoint, under_dynamo=self._use_dynamo)
+
+    def share_model_across_processes(self) -> bool:
+        """Always: a worker has one set of GPUs, whatever its number of SDK processes."""
+        return True
+
+    def _runtime(self) -> Runtime:
+        template = _read_template(self._chat_template_path)
+        env = {**os.environ, **self._env_vars}
+        if self._config is not None:
+            return _DynamoLocalRuntime(
+                self._model_name, self._config, chat_template=template, env=env
+            )
+        defaults = DynamoRuntimeConfig()
+        return NativeVLLMRuntime(
+            self._model_name,
+            self._vllm_server_kwargs,
+            window=self._native_window(),
+            chat_template=template,
+            start_timeout_s=defaults.start_timeout_secs,
+            stop_timeout_s=defaults.stop_timeout_secs,
+            env=env,
+        )
+
+    def _client_for(self, model: _VLLMModelServer) -> InferenceClient:
+        server_id = model.server_id()
+        if self._client is not None and self._client[0] == server_id:
+            return self._client[1]
+        with _clients_lock:
+            client = _clients.get(server_id)
+            if client is None:
+                window = self._max_in_flight or model.window()
+                client = _clients[server_id] = InferenceClient(model.endpoint, window, self._limits)
+        self._client = (server_id, client)
+        return client
+
+    def _record(self, outcomes: Sequence[Outcome], model: _VLLMModelServer) -> None:
+        if self._recorded is None:
+            self._recorded = _metrics.InferenceMetrics()
+        self._recorded.record(outcomes)
+        self._recorded.record_restarts(model.take_restarts())
+
+    def _native_window(self) -> int:
+        replicas = positive_int_argument(
+            self._vllm_server_kwargs, ('data-parallel-size', 'dp'), default=1
+        )
+        sequences = positive_int_argument(
+            self._vllm_server_kwargs, ('max-num-seqs',), default=DEFAULT_MAX_NUM_SEQS
+        )
+        return replicas * sequences
+
+    def _expected_window(self) -> int:
+        """The window, as far as it is known before a worker has counted its devices."""
+        if self._max_in_flight is not None:
+            return self._max_in_flight
+        if self._config is None:
+            return self._native_window()
+        if isinstance(self._config.engines, EnginesPerWorker):
+            return self._config.engines.spec.max_num_seqs
+        return sum(spec.max_num_seqs for spec in self._config.engines)
+
+    def _with_batch_sizes(self, batching: dict[str, Any]) -> dict[str, Any]:
+        """Batches that fill the window at once, where Beam's own begin with one element."""
+        chosen = dict(batching)
+        if chosen['max_batch_weight'] is not None or chosen['element_size_fn'] is not None:
+            return chosen  # a batch is measured by weight then, not by elements
+        window = self._expected_window()
+        if chosen['max_batch_size'] is None:
+            least = chosen['min_batch_size'] or 1
+            chosen['max_batch_size'] = max(MAX_BATCH_WINDOWS * window, least)
+        if chosen['min_batch_size'] is None:
+            chosen['min_batch_size'] = min(window, chosen['max_batch_size'])
+        return chosen
+
+    def _describe_server(self) -> str:
+        config = self._config
+        if config is None:
+            return 'native vLLM'
+        if isinstance(config.engines, EnginesPerWorker):
+            number = f'an engine for every {config.engines.devices_per_engine} devices'
+        else:
+            number = f'{len(config.engines)} engines' if len(config.engines) > 1 else '1 engine'
+        return f'Dynamo, {number}, {config.router_mode}'
+
+
+def _inference(outcome: Outcome) -> object:
+    return outcome.response if isinstance(outcome, Answer) else outcome.error
+
+
+def _config(
+    *,
+    use_dynamo: bool,
+    vllm_server_kwargs: Mapping[str, ServerArgument] | None,
+    config: DynamoRuntimeConfig | None,
+    frontend_kwargs: Mapping[str, ServerArgument] | None,
+) -> DynamoRuntimeConfig | None:
+    if not use_dynamo:
+        if config is not None or frontend_kwargs is not None:
+            given = 'dynamo_runtime_config' if config is not None else 'dynamo_frontend_kwargs'
+            raise ConfigurationError(
+                f'{given} is given, but use_dynamo is false; pass use_dynamo=True, or leave it out.'
+            )
+        return None
+    if config is None:
+        return compatible_config(vllm_server_kwargs or {}, frontend_kwargs or {})
+    if not isinstance(config, DynamoRuntimeConfig):
+        raise ConfigurationError(
+            f'dynamo_runtime_config is a {type(config).__name__}; it must be a '
+            'DynamoRuntimeConfig, such as DynamoRuntimeConfig.for_devices(num_engines=2).'
+        )
+    if frontend_kwargs is not None:
+        raise ConfigurationError(
+            'dynamo_frontend_kwargs and dynamo_runtime_config exclude each other; put the flags '
+            'into frontend_kwargs of the config.'
+        )
+    if vllm_server_kwargs:
+        raise ConfigurationError(
+            'vllm_server_kwargs is given beside dynamo_runtime_config; put the flags into the '
+            "vllm_server_kwargs of the config's engines."
+        )
+    return config
+
+
+def _check_model_name(model_name: object) -> None:
+    if not isinstance(model_name, str) or not model_name.strip():
+        raise ConfigurationError(
+            f"model_name is {model_name!r}; give a hub name such as 'Qwen/Qwen3-0.6B', or a "
+            'directory.'
+        )
+
+
+def _check_options(options: dict[str, Any]) -> None:
+    for name in options:
+        if name not in ('env_vars', 'large_model', 'model_copies'):
+            raise TypeError(f'unexpected keyword argument {name!r}')
+    if options.get('model_copies') not in (None, 1):
+        raise ConfigurationError(
+            f'model_copies is {options["model_copies"]!r}, but a worker runs one server on all its '
+            'devices; leave it out, and list more engines in a DynamoRuntimeConfig instead.'
+        )
+
+
+def _read_template(path: str | None) -> str | None:
+    if path is None:
+        return None
+    with FileSystems.open(path) as file:
+        text = file.read().decode('utf-8')
+    return str(text)

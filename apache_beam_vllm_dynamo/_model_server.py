@@ -1,0 +1,92 @@
+"""The model of Beam's contract: a running server, native or behind Dynamo, with one face.
+
+One object lives in one SDK process of a worker; the others hold a ``MultiProcessShared``
+proxy of it, through which only its public methods can be called, with values that pickle.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+import weakref
+from typing import Protocol
+
+from apache_beam_vllm_dynamo._restart import ChildStatus
+
+
+class Runtime(Protocol):
+    """What runs the server or servers."""
+
+    @property
+    def window(self) -> int:
+        """How many requests are worth having in flight."""
+
+    def start(self) -> None:
+        """Starts everything; returns when it serves."""
+
+    def endpoint(self) -> str:
+        """Where requests go, without a path; raises once there is no server any more."""
+
+    def statuses(self) -> tuple[ChildStatus, ...]:
+        """What is known of each process."""
+
+    def close(self, reason: str = 'closed') -> None:
+        """Ends all processes."""
+
+
+class _VLLMModelServer:
+    """A server that has started.
+
+    It ends when the object is dropped, when the process that owns it exits, and, through the
+    lifelines of its processes, when that process is killed.
+
+    Args:
+      runtime: What to start.
+
+    Raises:
+      StartError: It did not come up.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._counted_restarts = 0
+        # Registered before the start, which takes minutes in which the process may exit.
+        self._finalizer = weakref.finalize(self, runtime.close, 'its model was dropped')
+        try:
+            runtime.start()
+        except BaseException:
+            self._finalizer.detach()
+            raise
+
+    def server_id(self) -> str:
+        """A name that tells this start from every other."""
+        return self._id
+
+    def window(self) -> int:
+        """How many requests the server can work on at once."""
+        return self._runtime.window
+
+    def endpoint(self) -> str:
+        """Where requests go, without a path.
+
+        Raises:
+          RuntimeFailedError: The server is gone for good.
+        """
+        return self._runtime.endpoint()
+
+    def status(self) -> tuple[ChildStatus, ...]:
+        """The state, process id, devices, restarts and last error of each process."""
+        return self._runtime.statuses()
+
+    def take_restarts(self) -> int:
+        """How many restarts there were since anybody asked last, for counting each once."""
+        restarts = sum(status.restarts for status in self._runtime.statuses())
+        with self._lock:
+            new, self._counted_restarts = restarts - self._counted_restarts, restarts
+        return new
+
+    def close(self) -> None:
+        """Ends the server and everything that it started; closing twice is no error."""
+        self._finalizer()

@@ -1,0 +1,117 @@
+"""A start: a directory of its own, free addresses, and waiting while everything needed lives."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from apache_beam_vllm_dynamo._addresses import LONGEST_SOCKET_PATH_BYTES
+from apache_beam_vllm_dynamo._diagnosis import diagnose
+from apache_beam_vllm_dynamo._service import Service
+from apache_beam_vllm_dynamo.errors import ChildExitedError, StartTimeoutError
+
+_LOGGER = logging.getLogger(__name__)
+
+POLL_INTERVAL_S = 0.1  # of a start, whose parts take from half a second to many minutes
+PROBE_TIMEOUT_S = 2.0  # what answers at all does so within milliseconds
+PROGRESS_INTERVAL_S = 30.0  # a model load of minutes must not look like a hang
+ADDRESS_ATTEMPTS = 3  # starts in all, when ports found free were taken before they were bound
+DIRECTORY_PREFIX = 'vllm-dynamo-'
+SHORT_DIRECTORY = Path('/tmp')  # noqa: S108 - mkdtemp makes a directory of this user alone
+TAIL_LINES = 15  # of each service that is not ready, in the error of a time-out
+
+
+def await_probe(
+    service: Service, needed: Sequence[Service], deadline: float, total_s: float
+) -> None:
+    """Waits until ``service`` serves.
+
+    Args:
+      service: What to wait for.
+      needed: What must not end meanwhile.
+      deadline: Until when, by the monotonic clock.
+      total_s: How long the whole start was given, in seconds; for the error.
+
+    Raises:
+      ChildExitedError: One of ``needed`` ended.
+      StartTimeoutError: It does not serve in time.
+    """
+    while True:
+        for other in needed:
+            other.check_alive()
+        found = service.spec.probe(PROBE_TIMEOUT_S)
+        if found is None:
+            service.came_up()
+            return
+        if time.monotonic() > deadline:
+            raise StartTimeoutError(
+                total_s, f'{service.spec.label} to serve', str(found), service.log_tail(TAIL_LINES)
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def await_engines(
+    engines: Sequence[Service], needed: Sequence[Service], deadline: float, total_s: float
+) -> None:
+    """Waits until all ``engines``, which start side by side, serve; logs the progress.
+
+    Raises:
+      ChildExitedError: One of ``needed`` ended.
+      StartTimeoutError: Not all serve in time.
+    """
+    started = said = time.monotonic()
+    total = len(engines)
+    waiting = list(engines)
+    while True:
+        for other in needed:
+            other.check_alive()
+        for engine in tuple(waiting):
+            if engine.spec.probe(PROBE_TIMEOUT_S) is None:
+                engine.came_up()
+                waiting.remove(engine)
+                waited = time.monotonic() - started
+                _LOGGER.info('%s ready after %.0f s', engine.spec.label, waited)
+        if not waiting:
+            return
+        now = time.monotonic()
+        if now > deadline:
+            tail = [line for engine in waiting for line in engine.log_tail(TAIL_LINES)]
+            found = f'{total - len(waiting)} of {total} healthy'
+            raise StartTimeoutError(total_s, 'every engine to serve', found, tail)
+        if now - said > PROGRESS_INTERVAL_S:
+            said = now
+            _LOGGER.info(
+                '%d of %d engines ready after %.0f s', total - len(waiting), total, now - started
+            )
+        time.sleep(POLL_INTERVAL_S)
+
+
+def with_free_addresses(start_once: Callable[[], None]) -> None:
+    """Calls ``start_once`` again, with other addresses, when one of them was taken meanwhile.
+
+    Raises:
+      StartError: What the last try raised.
+    """
+    for attempt in range(1, ADDRESS_ATTEMPTS + 1):
+        try:
+            start_once()
+        except ChildExitedError as error:
+            taken = diagnose(error.log_tail).retry == 'other_addresses'
+            if not taken or attempt == ADDRESS_ATTEMPTS:
+                raise
+            _LOGGER.warning('%s ended: %s Starting again on other ports.', error.label, error.hint)
+        else:
+            return
+
+
+def private_directory() -> Path:
+    """A new directory of this user alone, with a path that Unix sockets can hold."""
+    base = Path(tempfile.gettempdir())
+    longest = base / f'{DIRECTORY_PREFIX}xxxxxxxx' / 'events-out'
+    if len(os.fsencode(longest)) > LONGEST_SOCKET_PATH_BYTES:
+        base = SHORT_DIRECTORY
+    return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))

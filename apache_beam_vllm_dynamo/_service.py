@@ -1,0 +1,244 @@
+"""One place in a stack of servers, filled by one process after another.
+
+A :class:`Service` turns what can be seen of its process (it lives, it has ended, its probe
+answers or stays silent) into a state and into what to do next. It knows neither Dynamo nor
+Beam; what runs, and how it is asked whether it serves, comes in its :class:`ServiceSpec`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from apache_beam_vllm_dynamo._diagnosis import diagnose
+from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
+from apache_beam_vllm_dynamo._restart import (
+    ChildState,
+    ChildStatus,
+    GiveUp,
+    RestartPolicy,
+    RestartTracker,
+)
+from apache_beam_vllm_dynamo.errors import ChildExitedError, RuntimeFailedError, StartError
+
+_LOGGER = logging.getLogger(__name__)
+
+PROBE_INTERVAL_S = 1.0  # of a service that serves; a start is probed at every look
+# Together about 15 s: a hung engine delays its requests by that, and a server starved of CPU
+# for shorter must not lose its cache and its requests for it.
+SILENT_PROBES = 4
+LIVENESS_TIMEOUT_S = 3.0
+
+RESTART_POLICY = RestartPolicy(
+    max_consecutive_failures=5,  # with the back-off, half a minute of trying beside the starts
+    initial_backoff_s=0.5,
+    max_backoff_s=15.0,
+    stable_after_s=60.0,
+)
+
+
+class Answer(Protocol):
+    """What a probe found amiss."""
+
+    @property
+    def status(self) -> int | None:
+        """The HTTP status, or ``None`` for silence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceSpec:
+    """What fills the place.
+
+    Attributes:
+      label: What messages call it, e.g. ``"engine 1 of 2"``.
+      argv: The command line.
+      env: The whole environment; kept out of ``repr``.
+      probe: Asks whether it serves, waiting at most so many seconds; ``None`` when it does,
+        else what it answered. It is called on threads of the runtime.
+      liveness: A lighter question for while it serves, where silence is what matters;
+        ``probe`` itself where there is none.
+      stop_grace_s: How long it may take to end by itself, in seconds.
+      start_bound_s: How long a restart may take until it serves, in seconds.
+      devices: What it is pinned to.
+    """
+
+    label: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = dataclasses.field(repr=False)
+    probe: Callable[[float], Answer | None]
+    stop_grace_s: float
+    start_bound_s: float
+    devices: tuple[str, ...] = ()
+    liveness: Callable[[float], Answer | None] | None = None
+
+
+class Service:
+    """The place, its present process and its history.
+
+    Not thread-safe: one thread at a time drives it. :attr:`status` may be read from any.
+
+    Args:
+      spec: What fills the place.
+      needs: Services that must serve before this one is started again.
+      hold_fds: Descriptors held open until its processes are gone, see ``ManagedProcess``.
+      clock: Seconds that only ever grow.
+    """
+
+    def __init__(
+        self,
+        spec: ServiceSpec,
+        needs: Sequence[Service] = (),
+        hold_fds: Sequence[int] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.spec = spec
+        self.status = ChildStatus(spec.label, devices=spec.devices)
+        self.process: ManagedProcess | None = None
+        self._needs = tuple(needs)
+        self._hold_fds = tuple(hold_fds)
+        self._clock = clock
+        self._tracker = RestartTracker(RESTART_POLICY, clock)
+        self._restart_at = 0.0
+        self._started_at = 0.0
+        self._next_probe_at = 0.0
+        self._silent_probes = 0
+        self._probing: concurrent.futures.Future[Answer | None] | None = None
+
+    @property
+    def serves(self) -> bool:
+        """Whether it does its work, as far as is known."""
+        return self.status.state is ChildState.SERVING
+
+    def launch(self) -> None:
+        """Starts a process in the empty place.
+
+        Raises:
+          StartError: It could not be started.
+        """
+        spec = self.spec
+        child = ChildSpec(spec.label, spec.argv, spec.env, stop_grace_s=spec.stop_grace_s)
+        self.process = ManagedProcess(child)
+        self._started_at = self._clock()
+        self._silent_probes = 0
+        self._probing = None
+        _LOGGER.debug('starting %s: %s', spec.label, spec.argv)
+        self.process.start(self._hold_fds)
+        self._become(ChildState.STARTING, pid=self.process.pid)
+
+    def check_alive(self) -> None:
+        """Raises what the process's end means while it is needed.
+
+        Raises:
+          ChildExitedError: It has ended.
+        """
+        exit_status = self.process.poll() if self.process is not None else None
+        if exit_status is not None:
+            tail = self.log_tail()
+            raise ChildExitedError(self.spec.label, str(exit_status), tail, diagnose(tail).hint)
+
+    def log_tail(self, lines: int = 50) -> tuple[str, ...]:
+        """The last lines that its present process wrote."""
+        return self.process.log_tail(lines) if self.process is not None else ()
+
+    def came_up(self) -> None:
+        """Notes that it serves from now on."""
+        self._tracker.came_up()
+        self._become(ChildState.SERVING)
+
+    def tick(self, probes: concurrent.futures.Executor) -> None:
+        """Looks at the process once and does what is due; quick, apart from a kill.
+
+        Args:
+          probes: Runs the probes, so that a silent server does not delay the look at others.
+
+        Raises:
+          RuntimeFailedError: It failed, and starting it again is given up.
+        """
+        state = self.status.state
+        if state is ChildState.RESTARTING:
+            if self._clock() >= self._restart_at and all(need.serves for need in self._needs):
+                self._start_again()
+        elif state in (ChildState.STARTING, ChildState.SERVING):
+            exit_status = self.process.poll() if self.process is not None else None
+            if exit_status is not None:
+                self._failed(f'ended: {exit_status}')
+            else:
+                self._look_at_probe(probes)
+
+    def stopped(self) -> None:
+        """Notes that it was stopped on purpose."""
+        self._become(ChildState.STOPPED)
+
+    def _start_again(self) -> None:
+        try:
+            self.launch()
+        except StartError as error:
+            self._become(ChildState.STARTING)
+            self._failed(str(error))
+
+    def _look_at_probe(self, probes: concurrent.futures.Executor) -> None:
+        starting = self.status.state is ChildState.STARTING
+        if self._probing is None:
+            if self._clock() >= self._next_probe_at:
+                ask = self.spec.probe if starting else self.spec.liveness or self.spec.probe
+                self._probing = probes.submit(ask, LIVENESS_TIMEOUT_S)
+            return
+        if not self._probing.done():
+            return
+        found, self._probing = self._probing.result(), None
+        self._next_probe_at = self._clock() + (0.0 if starting else PROBE_INTERVAL_S)
+        if found is None:
+            self._silent_probes = 0
+            if starting:
+                self.came_up()
+        elif starting:
+            if self._clock() - self._started_at > self.spec.start_bound_s:
+                self._kill_hung(f'did not serve within {self.spec.start_bound_s:.0f} s: {found}')
+        elif found.status is None:
+            self._silent_probes += 1
+            if self._silent_probes >= SILENT_PROBES:
+                self._kill_hung(f'does not answer: {found}')
+        else:
+            self._silent_probes = 0
+
+    def _kill_hung(self, problem: str) -> None:
+        assert self.process is not None
+        self._become(ChildState.HUNG, error=problem)
+        self.process.kill(problem)
+        self._failed(problem)
+
+    def _failed(self, problem: str) -> None:
+        tail = self.log_tail()
+        diagnosis = diagnose(tail)
+        # What served before worked with these settings, so that its end is a crash whatever
+        # its log says.
+        hopeless = self.status.state is ChildState.STARTING and diagnosis.retry == 'never'
+        decision = self._tracker.failed()
+        if hopeless or isinstance(decision, GiveUp):
+            why = diagnosis.cause if hopeless or not isinstance(decision, GiveUp) else ''
+            reason = f'{self.spec.label} {problem}'
+            if isinstance(decision, GiveUp):
+                reason += f'; {decision.reason}'
+            if why:
+                reason += f' ({why})'
+            if diagnosis.hint:
+                reason += f'. {diagnosis.hint}'
+            self._become(ChildState.FAILED, error=problem)
+            raise RuntimeFailedError(f'{reason.rstrip(".")}.', tail)
+        self._restart_at = self._clock() + decision.delay_s
+        self._become(ChildState.RESTARTING, error=problem)
+
+    def _become(self, state: ChildState, *, pid: int | None = None, error: str = '') -> None:
+        before, self.status = self.status, self.status.to(state, pid=pid, error=error or None)
+        if before.state is state:
+            return
+        level = {
+            ChildState.HUNG: logging.WARNING,
+            ChildState.RESTARTING: logging.WARNING,
+            ChildState.FAILED: logging.ERROR,
+        }.get(state, logging.INFO if self.status.restarts else logging.DEBUG)
+        _LOGGER.log(level, '%s: %s%s', self.spec.label, state, f' ({error})' if error else '')
