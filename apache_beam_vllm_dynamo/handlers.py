@@ -64,7 +64,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
 
     _endpoint = Endpoint.COMPLETIONS
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Beam's handlers take as many, and a few are ours
         self,
         model_name: str,
         vllm_server_kwargs: Mapping[str, ServerArgument] | None = None,
@@ -131,7 +131,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
 
     _endpoint = Endpoint.CHAT
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - Beam's handlers take as many, and a few are ours
         self,
         model_name: str,
         chat_template_path: str | None = None,
