@@ -34,6 +34,18 @@ class Runtime(Protocol):
         """Ends all processes."""
 
 
+_running: weakref.WeakSet[_VLLMModelServer] = weakref.WeakSet()
+
+
+def close_all() -> None:
+    """Ends every server that this process owns.
+
+    Beam keeps a shared model until its process ends, also when the pipeline is over.
+    """
+    for server in tuple(_running):
+        server.close()
+
+
 class _VLLMModelServer:
     """A server that has started.
 
@@ -59,6 +71,7 @@ class _VLLMModelServer:
         except BaseException:
             self._finalizer.detach()
             raise
+        _running.add(self)
 
     def server_id(self) -> str:
         """A name that tells this start from every other."""

