@@ -112,7 +112,7 @@ _loops: dict[int, LoopThread] = {}
 
 def loop_thread() -> LoopThread:
     """The loop thread of this process; nothing is started by asking for it."""
-    return _loops.setdefault(0, LoopThread())
+    return _loops.setdefault(os.getpid(), LoopThread())
 
 
 async def _new_session() -> aiohttp.ClientSession:
