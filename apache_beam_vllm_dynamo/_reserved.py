@@ -84,14 +84,23 @@ ENGINE_VARIABLES: Mapping[str, str] = {
     'VLLM_CPU_OMP_THREADS_BIND': 'use the field cpu_cores',
     'PYTHONHASHSEED': 'the runtime pins it under KV routing',
     'ETCD_ENDPOINTS': "set it in the worker's environment to use an external etcd",
+    'VLLM_PORT': _CHOSEN,
+    'VLLM_HOST_IP': _PLANES,
+    'VLLM_NIXL_SIDE_CHANNEL_HOST': _PLANES,
+    'VLLM_NIXL_SIDE_CHANNEL_PORT': _CHOSEN,
+    'DYN_FORWARDPASS_METRIC_PORT': 'several engines would meet on it',
 }
 
-# Settings of Dynamo's runtime: addresses, ports, planes, names, and the router's own.
+# Settings of Dynamo's runtime: addresses, ports, planes, names, the part that an engine
+# plays, and the router's own. Each flag that is reserved above has its variable here.
 OWNED_VARIABLE_PREFIXES = (
     'DYN_SYSTEM_', 'DYN_NAMESPACE', 'DYN_ROUTER_', 'DYN_ACTIVE_', 'DYN_DISCOVERY_', 'DYN_FILE_KV',
     'DYN_EVENT_PLANE', 'DYN_REQUEST_PLANE', 'DYN_RESPONSE_PLANE', 'DYN_ZMQ_', 'DYN_TCP_RPC_',
     'DYN_TCP_RESPONSE_', 'DYN_HTTP_HOST', 'DYN_HTTP_PORT', 'DYN_MODEL_', 'DYN_ENDPOINT',
-    'DYN_MIGRATION_LIMIT', 'DYN_TLS_', 'DYN_METRICS_PREFIX', 'DYN_INTERACTIVE',
+    'DYN_MIGRATION_LIMIT', 'DYN_TLS_', 'DYN_TCP_TLS_', 'DYN_METRICS_PREFIX', 'DYN_INTERACTIVE',
+    'DYN_KSERVE_GRPC_SERVER', 'DYN_GRPC_METRICS_PORT', 'DYN_KV_STATE_ENDPOINT',
+    'DYN_CUSTOM_JINJA_TEMPLATE', 'DYN_VLLM_DISAGGREGATION_MODE', 'DYN_VLLM_HEADLESS',
+    'DYN_SERVE_INDEXER', 'DYN_USE_REMOTE_INDEXER', 'DYN_ENFORCE_DISAGG', 'DYN_BENCHMARK_',
 )  # fmt: skip
 
 
@@ -112,16 +121,10 @@ def check_engine_kwargs(arguments: Mapping[str, ServerArgument], router_mode: st
     """
     _refuse('vllm_server_kwargs', arguments, ENGINE_FLAGS)
     _refuse_router_flags('vllm_server_kwargs', arguments)
-    off = arguments.get('enable-prefix-caching') is False or 'no-enable-prefix-caching' in arguments
-    if router_mode == 'kv' and off:
-        raise ConfigurationError(
-            "vllm_server_kwargs switches prefix caching off, but router_mode='kv' sends prompts "
-            "to the engine that has cached their prefix; use router_mode='round-robin', or leave "
-            'the flag out.'
-        )
+    _refuse_no_cache('vllm_server_kwargs', arguments, router_mode)
 
 
-def check_simulation_kwargs(arguments: Mapping[str, ServerArgument]) -> None:
+def check_simulation_kwargs(arguments: Mapping[str, ServerArgument], router_mode: str) -> None:
     """Refuses flags of a simulated engine that the runtime sets, or that are the router's.
 
     Raises:
@@ -129,6 +132,7 @@ def check_simulation_kwargs(arguments: Mapping[str, ServerArgument]) -> None:
     """
     _refuse('simulation_kwargs', arguments, SIMULATION_FLAGS)
     _refuse_router_flags('simulation_kwargs', arguments)
+    _refuse_no_cache('simulation_kwargs', arguments, router_mode)
 
 
 def check_engine_variable(name: str) -> None:
@@ -152,6 +156,16 @@ def _refuse(
         reason = reserved.get(flag) or reserved.get(flag.removeprefix('no-'))
         if reason:
             raise ConfigurationError(f'{field} sets {flag!r}: {reason}.')
+
+
+def _refuse_no_cache(field: str, arguments: Mapping[str, ServerArgument], router_mode: str) -> None:
+    off = arguments.get('enable-prefix-caching') is False or 'no-enable-prefix-caching' in arguments
+    if router_mode == 'kv' and off:
+        raise ConfigurationError(
+            f"{field} switches prefix caching off, but router_mode='kv' sends prompts to the "
+            "engine that has cached their prefix; use router_mode='round-robin', or leave the "
+            'flag out.'
+        )
 
 
 def _refuse_router_flags(field: str, arguments: Mapping[str, ServerArgument]) -> None:

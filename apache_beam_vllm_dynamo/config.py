@@ -8,6 +8,8 @@ starts or looks at anything.
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, get_args
 
@@ -31,6 +33,8 @@ Discovery = Literal['etcd', 'file']
 """Where engines and frontend find each other: an etcd, or files of this machine."""
 
 DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default for one engine
+
+_PARALLEL_SIZES = ('tensor-parallel-size', 'pipeline-parallel-size', 'data-parallel-size')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,25 +82,23 @@ class DynamoVLLMEngineSpec:
             normalized('simulation_kwargs', self.simulation_kwargs),
         )
         _set(self, 'env', _checks.environment(self.env))
+        # Asked for here so that a number that is none fails here.
+        _ = self.max_num_seqs, self.devices_needed
 
     @property
     def max_num_seqs(self) -> int:
-        """How many sequences the engine runs at once."""
-        return _checks.positive_int_argument(
-            self.vllm_server_kwargs, ('max-num-seqs',), default=DEFAULT_MAX_NUM_SEQS
+        """How many sequences the engine runs at once, all its data-parallel ranks together."""
+        return self._number('data-parallel-size') * self._number(
+            'max-num-seqs', default=DEFAULT_MAX_NUM_SEQS
         )
 
     @property
     def devices_needed(self) -> int:
         """Tensor x pipeline x data parallelism: how many GPUs the engine fills."""
-        needed = 1
-        for flags in (
-            ('tensor-parallel-size', 'tp'),
-            ('pipeline-parallel-size', 'pp'),
-            ('data-parallel-size', 'dp'),
-        ):
-            needed *= _checks.positive_int_argument(self.vllm_server_kwargs, flags, default=1)
-        return needed
+        return math.prod(map(self._number, _PARALLEL_SIZES))
+
+    def _number(self, flag: str, *, default: int = 1) -> int:
+        return _checks.positive_int_argument(self.vllm_server_kwargs, (flag,), default=default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,11 +118,14 @@ class EnginesPerWorker:
 
     def __post_init__(self) -> None:
         _checks.check_count('devices_per_engine', self.devices_per_engine)
-        if self.spec.gpu_devices or self.spec.cpu_cores:
-            raise ConfigurationError(
-                'EnginesPerWorker gives out the devices itself; leave gpu_devices and cpu_cores '
-                'of its spec empty, or list the engines one by one.'
-            )
+        if not isinstance(self.spec, DynamoVLLMEngineSpec):
+            raise ConfigurationError(f'spec is {self.spec!r}; give a DynamoVLLMEngineSpec.')
+        for field in ('gpu_devices', 'cpu_cores'):
+            if devices := getattr(self.spec, field):
+                raise ConfigurationError(
+                    f'{field} of spec is {devices!r}, but EnginesPerWorker gives out the devices '
+                    'itself; leave it empty, or list the engines one by one.'
+                )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +169,7 @@ class DynamoRuntimeConfig:
     engine_kind: EngineKind = 'gpu'
     router_prediction_secs: float = 60.0
     discovery: Discovery = 'etcd'
-    etcd_path: str | None = None
+    etcd_path: str | os.PathLike[str] | None = None
     migration_limit: int = 3
     start_timeout_secs: float = 1800.0
     stop_timeout_secs: float = 15.0
@@ -173,7 +178,14 @@ class DynamoRuntimeConfig:
         self._check_choices()
         self._check_numbers()
         _set(self, 'frontend_kwargs', normalized('frontend_kwargs', self.frontend_kwargs))
-        if not isinstance(self.engines, EnginesPerWorker):
+        if isinstance(self.engines, EnginesPerWorker):
+            if self.engine_kind == 'gpu':
+                _check_device_number(
+                    self.engines.spec,
+                    self.engines.devices_per_engine,
+                    f'devices_per_engine is {self.engines.devices_per_engine}',
+                )
+        else:
             _set(self, 'engines', _engine_tuple(self.engines))
             if self.engine_kind == 'gpu':
                 _check_gpu_placement(self.listed_engines)
@@ -186,7 +198,7 @@ class DynamoRuntimeConfig:
         _reserved.check_frontend_kwargs(self.frontend_kwargs)
         for spec in (per_worker.spec,) if per_worker else self.listed_engines:
             _reserved.check_engine_kwargs(spec.vllm_server_kwargs, self.router_mode)
-            _reserved.check_simulation_kwargs(spec.simulation_kwargs)
+            _reserved.check_simulation_kwargs(spec.simulation_kwargs, self.router_mode)
 
     @classmethod
     def for_devices(
@@ -220,26 +232,25 @@ class DynamoRuntimeConfig:
         """
         _checks.check_count('devices_per_engine', devices_per_engine)
         kwargs = normalized('vllm_server_kwargs', vllm_server_kwargs or {})
-        if devices_per_engine > 1 and not {
-            'tensor-parallel-size', 'tp', 'pipeline-parallel-size', 'pp', 'data-parallel-size', 'dp'
-        } & kwargs.keys():  # fmt: skip
+        if devices_per_engine > 1 and not kwargs.keys() & set(_PARALLEL_SIZES):
             kwargs['tensor-parallel-size'] = devices_per_engine
         common = DynamoVLLMEngineSpec(
             vllm_server_kwargs=kwargs,
             simulation_kwargs=simulation_kwargs or {},
             env=env or {},
         )
-        if num_engines is None and gpu_devices is None:
+        if num_engines is not None:
+            _checks.check_count('num_engines', num_engines)
+            if gpu_devices is None:
+                gpu_devices = range(num_engines * devices_per_engine)
+        if gpu_devices is None:
             per_worker = EnginesPerWorker(devices_per_engine=devices_per_engine, spec=common)
             return cls(engines=per_worker, **fields)
-        if gpu_devices is None:
-            _checks.check_count('num_engines', num_engines)
-            assert num_engines is not None
-            gpu_devices = range(num_engines * devices_per_engine)
-        engines = engines_on_devices(common, _checks.gpu_devices(gpu_devices), devices_per_engine)
+        devices = _checks.gpu_devices(gpu_devices)
+        engines = engines_on_devices(common, devices, devices_per_engine)
         if num_engines is not None and len(engines) != num_engines:
             raise ConfigurationError(
-                f'num_engines is {num_engines}, but the {len(gpu_devices)} gpu_devices make '
+                f'num_engines is {num_engines}, but the {len(devices)} gpu_devices make '
                 f'{len(engines)} engines of {devices_per_engine}; give '
                 f'{num_engines * devices_per_engine} devices.'
             )
@@ -285,9 +296,12 @@ class DynamoRuntimeConfig:
                 f'migration_limit is {self.migration_limit!r}; it must be a whole number, 0 or '
                 'more (0 switches migration off).'
             )
-        if self.etcd_path is not None and not self.etcd_path:
+        if isinstance(self.etcd_path, os.PathLike):
+            _set(self, 'etcd_path', os.fspath(self.etcd_path))
+        if self.etcd_path is not None and not (isinstance(self.etcd_path, str) and self.etcd_path):
             raise ConfigurationError(
-                'etcd_path is empty; leave it out to search for etcd, or name the program.'
+                f'etcd_path is {self.etcd_path!r}; name the program, or leave it out to search '
+                'for one.'
             )
 
 
@@ -331,45 +345,41 @@ def _engine_tuple(engines: object) -> tuple[DynamoVLLMEngineSpec, ...]:
 
 
 def _check_gpu_placement(engines: Sequence[DynamoVLLMEngineSpec]) -> None:
-    owner: dict[str, int] = {}
+    _checks.check_disjoint('GPU', [spec.gpu_devices for spec in engines])
     for index, spec in enumerate(engines, 1):
-        if not spec.gpu_devices:
-            if len(engines) > 1:
-                raise ConfigurationError(
-                    f'engine {index} of {len(engines)} has no gpu_devices; several engines would '
-                    'meet on the same GPU. Name the devices of each, or use '
-                    'DynamoRuntimeConfig.for_devices(num_engines=...).'
-                )
-            continue
-        for device in spec.gpu_devices:
-            if device in owner:
-                raise ConfigurationError(
-                    f'GPU {device!r} is given to engine {owner[device]} and to engine {index}; '
-                    'each GPU belongs to one engine.'
-                )
-            owner[device] = index
-        if spec.devices_needed != len(spec.gpu_devices):
+        devices = spec.gpu_devices
+        if devices:
+            given = f'engine {index} has {len(devices)} gpu_devices ({", ".join(devices)})'
+            _check_device_number(spec, len(devices), given)
+        elif len(engines) > 1:
             raise ConfigurationError(
-                f'engine {index} has {len(spec.gpu_devices)} gpu_devices '
-                f'({", ".join(spec.gpu_devices)}), but tensor-parallel-size x '
-                f'pipeline-parallel-size x data-parallel-size is {spec.devices_needed}; make '
-                'them equal.'
+                f'engine {index} of {len(engines)} has no gpu_devices; several engines would '
+                'meet on the same GPU. Name the devices of each, or use '
+                'DynamoRuntimeConfig.for_devices(num_engines=...).'
             )
 
 
+def _check_device_number(spec: DynamoVLLMEngineSpec, devices: int, given: str) -> None:
+    if spec.devices_needed != devices:
+        raise ConfigurationError(
+            f'{given}, but {" x ".join(_PARALLEL_SIZES)} of its vllm_server_kwargs is '
+            f'{spec.devices_needed}; make them equal.'
+        )
+
+
 def _check_cpu_placement(engines: Sequence[DynamoVLLMEngineSpec]) -> None:
-    owner: dict[int, int] = {}
-    some = any(spec.cpu_cores for spec in engines)
+    _checks.check_disjoint('CPU core', [spec.cpu_cores for spec in engines])
+    if not any(spec.cpu_cores for spec in engines):
+        return
     for index, spec in enumerate(engines, 1):
-        if some and not spec.cpu_cores:
+        if not spec.cpu_cores:
             raise ConfigurationError(
                 f'engine {index} has no cpu_cores although others do; name the cores of every '
                 'engine, or of none to share them out evenly.'
             )
-        for core in spec.cpu_cores:
-            if core in owner:
-                raise ConfigurationError(
-                    f'CPU core {core} is given to engine {owner[core]} and to engine {index}; '
-                    'each core belongs to one engine.'
-                )
-            owner[core] = index
+        if len(spec.cpu_cores) < spec.devices_needed:
+            raise ConfigurationError(
+                f'engine {index} has {len(spec.cpu_cores)} cpu_cores {spec.cpu_cores}, but '
+                f'{" x ".join(_PARALLEL_SIZES)} is {spec.devices_needed}; give it a core for each '
+                'rank, or lower those.'
+            )
