@@ -114,7 +114,9 @@ def allocate(
             EngineAddresses(
                 system_port=next(free),
                 side_channel_port=next(free),
-                kv_events=_socket(directory, f'kv-{index}'),
+                # vLLM makes an endpoint of its own for each data-parallel rank of an engine,
+                # but only of names with "inproc" or "tcp" in them.
+                kv_events=_socket(directory, f'kv{index}inproc'),
             )
             for index in range(num_engines)
         ),

@@ -8,6 +8,7 @@ this module and nowhere else.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Mapping
@@ -241,6 +242,12 @@ def _router_arguments(config: DynamoRuntimeConfig) -> dict[str, ServerArgument]:
 def _dynamo_environment(stack: Stack) -> dict[str, str]:
     env = _without(stack.base_env, names=_NOT_INHERITED, prefixes=OWNED_VARIABLE_PREFIXES)
     addresses = stack.addresses
+    if stack.external_etcd is None:
+        # Credentials and certificates in it are those of another etcd.
+        lease = env.get('ETCD_LEASE_TTL')
+        env = _without(env, prefixes=('ETCD_',))
+        if lease is not None:
+            env['ETCD_LEASE_TTL'] = lease
     env.setdefault('DYN_TCP_REQUEST_TIMEOUT', str(TCP_REQUEST_TIMEOUT_SECS))
     env |= {
         'DYN_NAMESPACE': stack.namespace,
@@ -273,11 +280,19 @@ def _engine_environment(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) ->
     if kind == 'gpu' and spec.gpu_devices:
         env['CUDA_VISIBLE_DEVICES'] = ','.join(spec.gpu_devices)
     elif kind == 'cpu' and spec.cpu_cores:
-        env['VLLM_CPU_OMP_THREADS_BIND'] = ','.join(map(str, spec.cpu_cores))
+        env['VLLM_CPU_OMP_THREADS_BIND'] = _cores_by_rank(spec)
     elif kind == 'simulated':
         # Without it the simulated engine's health endpoint never turns healthy.
         env['DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS'] = json.dumps(['generate'])
     return env | dict(spec.env)
+
+
+def _cores_by_rank(spec: DynamoVLLMEngineSpec) -> str:
+    # vLLM wants a list for each of its ranks.
+    ranks, cores = spec.devices_needed, spec.cpu_cores
+    bounds = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    lists = (cores[start:end] for start, end in itertools.pairwise(bounds))
+    return '|'.join(','.join(map(str, own)) for own in lists)
 
 
 def _merged(
