@@ -21,8 +21,11 @@ from apache_beam_vllm_dynamo.config import (
 )
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
-_NEVER_FRONTEND = frozenset({'http-port', 'http-host', 'namespace', 'namespace-prefix'})
+_NEVER_FRONTEND = frozenset({'http-port', 'namespace', 'namespace-prefix'})
 _NEVER_ENGINE = frozenset({'model', 'served-model-name', 'namespace', 'endpoint'})
+
+# What reaches the loopback interface, on which requests are sent.
+_HTTP_HOSTS = ('127.0.0.1', 'localhost', '0.0.0.0', '::')  # noqa: S104 - the user's own choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +50,14 @@ def compatible_config(
     frontend = normalized('dynamo_frontend_kwargs', dynamo_frontend_kwargs)
     engine = normalized('vllm_server_kwargs', vllm_server_kwargs)
     router_mode: RouterMode = 'round-robin'
+    _check_values(frontend)
     if frontend.get('router-mode') == 'kv':
         router_mode = 'kv'
         del frontend['router-mode']
-    wants_events = 'router-kv-events' in frontend and frontend['router-kv-events'] is not False
-    for flag in ('router-kv-events', 'no-router-kv-events'):
-        frontend.pop(flag, None)
+    wants_events = False
+    for flag in ('router-kv-events', 'kv-events'):
+        wants_events |= frontend.pop(flag, False) is not False
+        frontend.pop(f'no-{flag}', None)
     return CompatibleConfig(
         engines=(DynamoVLLMEngineSpec(vllm_server_kwargs=engine),),
         router_mode=router_mode,
@@ -62,6 +67,21 @@ def compatible_config(
     )
 
 
+def _check_values(frontend: Mapping[str, ServerArgument]) -> None:
+    mode = frontend.get('router-mode', 'round-robin')
+    if not isinstance(mode, str):
+        raise ConfigurationError(
+            f"dynamo_frontend_kwargs['router-mode'] is {mode!r}; name a mode of the router, such "
+            "as 'kv', 'round-robin' or 'least-loaded'."
+        )
+    host = frontend.get('http-host', _HTTP_HOSTS[0])
+    if host not in _HTTP_HOSTS:
+        raise ConfigurationError(
+            f"dynamo_frontend_kwargs['http-host'] is {host!r}, but requests are sent over "
+            'loopback; leave it out to listen there only.'
+        )
+
+
 def _kv_event_mode(router_mode: RouterMode, *, wants_events: bool) -> KVEventMode:
     if router_mode != 'kv':
         return 'disabled'
@@ -69,19 +89,21 @@ def _kv_event_mode(router_mode: RouterMode, *, wants_events: bool) -> KVEventMod
 
 
 def _discovery(frontend: dict[str, ServerArgument], engine: dict[str, ServerArgument]) -> Discovery:
-    chosen = {kwargs.pop('discovery-backend', 'etcd') for kwargs in (frontend, engine)}
-    if chosen == {'file'}:
+    ours, theirs = (kwargs.pop('discovery-backend', 'etcd') for kwargs in (frontend, engine))
+    if ours == theirs == 'file':
         return 'file'
-    if chosen == {'etcd'}:
+    if ours == theirs == 'etcd':
         return 'etcd'
     raise ConfigurationError(
-        f'discovery-backend is {" and ".join(sorted(map(repr, chosen)))} in '
-        'dynamo_frontend_kwargs and vllm_server_kwargs; frontend and engine find each other only '
-        "with 'etcd' or 'file' in both."
+        f'discovery-backend is {ours!r} in dynamo_frontend_kwargs and {theirs!r} in '
+        "vllm_server_kwargs; frontend and engine find each other only with 'etcd' or 'file' in "
+        'both.'
     )
 
 
 def _refuse(field: str, arguments: Mapping[str, ServerArgument], never: frozenset[str]) -> None:
     for flag in arguments:
         if flag in never:
-            raise ConfigurationError(f'{field} sets {flag!r}, which the runtime chooses itself.')
+            raise ConfigurationError(
+                f'{field} sets {flag!r}, which the runtime chooses itself; leave it out.'
+            )
