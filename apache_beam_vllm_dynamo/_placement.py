@@ -6,8 +6,10 @@ The choice is pure, over a :class:`Topology` that is looked up once on the worke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -23,6 +25,7 @@ from apache_beam_vllm_dynamo.errors import StartError
 
 _LOGGER = logging.getLogger(__name__)
 
+_GPU_NAME = re.compile(r'\d+|(GPU|MIG)-\S+')
 _FIRST_GPU = Path('/dev/nvidia0')
 NVIDIA_SMI_TIMEOUT_S = 30  # a driver that is still loading answers after some seconds
 
@@ -46,7 +49,7 @@ def look_up_topology(env: Mapping[str, str]) -> Topology:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     visible = env.get('CUDA_VISIBLE_DEVICES')
     if visible is not None:
-        return Topology(tuple(name.strip() for name in visible.split(',') if name.strip()), cores)
+        return Topology(_visible_names(visible), cores)
     return Topology(_gpus_by_nvidia_smi(), cores)
 
 
@@ -58,8 +61,9 @@ def place(config: DynamoRuntimeConfig, topology: Topology) -> DynamoRuntimeConfi
     """
     if isinstance(config.engines, EnginesPerWorker):
         config = dataclasses.replace(config, engines=_count_out(config, config.engines, topology))
-    if config.engine_kind == 'gpu':
-        _check_gpus_exist(config.listed_engines, topology)
+    if config.engine_kind == 'gpu' and topology.gpus is not None:
+        engines = _as_visible(config.listed_engines, topology.gpus)
+        config = dataclasses.replace(config, engines=engines)
     if config.engine_kind == 'cpu':
         engines = _share_cores(config.listed_engines, topology.cores)
         config = dataclasses.replace(config, engines=engines)
@@ -80,6 +84,12 @@ def _count_out(
         return (per_worker.spec,) * engines
     if config.engine_kind == 'simulated' and not topology.gpus:
         return (per_worker.spec,)
+    if topology.gpus is None:
+        raise StartError(
+            'The GPUs of this worker could not be counted (nvidia-smi is missing or failed, as its '
+            'log says). Put nvidia-smi on PATH, set CUDA_VISIBLE_DEVICES, or say how many engines '
+            'there are: DynamoRuntimeConfig.for_devices(num_engines=...).'
+        )
     if not topology.gpus:
         raise StartError(
             'No GPU was found on this worker, so it can run no engine. Attach GPUs (on Dataflow: '
@@ -104,20 +114,43 @@ def _count_out(
     )
 
 
-def _check_gpus_exist(engines: Sequence[DynamoVLLMEngineSpec], topology: Topology) -> None:
-    if topology.gpus is None:
-        return
+def _visible_names(visible: str) -> tuple[str, ...]:
+    names = (name.strip() for name in visible.split(','))
+    # CUDA reads the list up to the first name that is no device, such as -1 or NoDevFiles.
+    return tuple(itertools.takewhile(_GPU_NAME.fullmatch, names))
+
+
+def _as_visible(
+    engines: Sequence[DynamoVLLMEngineSpec], gpus: Sequence[str]
+) -> tuple[DynamoVLLMEngineSpec, ...]:
+    """Names each engine's GPUs as the worker does.
+
+    An ordinal counts the GPUs that the worker may use, unless all are among their names.
+    """
     asked = [device for spec in engines for device in spec.gpu_devices]
-    # An ordinal may count GPUs that the worker lists by UUID, so only ordinals are compared.
-    ordinals = [int(device) for device in asked if device.isdigit()]
-    beyond = [n for n in ordinals if n >= len(topology.gpus) and str(n) not in topology.gpus]
-    if beyond:
+    if set(asked) <= set(gpus):
+        return tuple(engines)
+    beyond = [device for device in asked if device.isdigit() and int(device) >= len(gpus)]
+    hidden = [device for device in asked if not device.isdigit() and _is_hidden(device, gpus)]
+    if beyond or hidden:
         raise StartError(
-            f'The engines need GPU {", ".join(map(str, beyond))}, but this worker has '
-            f'{len(topology.gpus)} ({", ".join(topology.gpus) or "none"}). Use a machine with '
-            f'{max(ordinals) + 1} GPUs, or fewer engines; to develop without GPUs, use '
-            "engine_kind='cpu' or 'simulated'."
+            f'The engines need GPU {", ".join(beyond + hidden)}, but this worker has '
+            f'{len(gpus)} ({", ".join(gpus) or "none"}). Use a machine with more GPUs, fewer '
+            "engines or those names; to develop without GPUs, use engine_kind='cpu' or 'simulated'."
         )
+    return tuple(
+        dataclasses.replace(
+            spec,
+            gpu_devices=tuple(gpus[int(d)] if d.isdigit() else d for d in spec.gpu_devices),
+        )
+        for spec in engines
+    )
+
+
+def _is_hidden(device: str, gpus: Sequence[str]) -> bool:
+    # Only names of one kind can be compared; CUDA takes the beginning of one for the whole.
+    kind = device[: len('GPU-')]
+    return all(gpu.startswith(kind) and not gpu.startswith(device) for gpu in gpus)
 
 
 def _share_cores(
