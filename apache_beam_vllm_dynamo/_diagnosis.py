@@ -28,6 +28,16 @@ class Diagnosis:
     retry: Literal['never', 'other_addresses', 'yes'] = 'never'
 
 
+# How Dynamo, vLLM, uvicorn, etcd and the modules logging and warnings begin a line that tells
+# of no failure. Such lines name causes that were overcome: an optional module that is not
+# there, a hub that did not answer although the model was at hand.
+_NO_FAILURE = re.compile(
+    r'(?:\x1b\[[\d;]*m|\([^)]*\)|\d{4}-\d\d-\d\dT\S+|\s)*(?:TRACE|DEBUG|INFO|WARN|WARNING)\b'
+    r'|\{.*"level":\s*"(?:trace|debug|info|warn|warning)"'
+    r'|\S+:\d+: \w*Warning: ',
+    re.IGNORECASE,
+)
+
 UNKNOWN = Diagnosis('unknown', '', 'yes')
 
 # The first that matches wins: an engine out of memory also writes of many other things.
@@ -43,7 +53,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
                 r'CUDA out of memory|OutOfMemoryError|CUDA error: out of memory',
                 r'No available memory for the cache blocks|Free memory on device .* is less than',
                 r'larger than the maximum number of tokens that can be stored in KV cache',
-                r'estimated maximum model length',
+                r'larger than the available KV cache|estimated maximum model length',
             ),
             Diagnosis(
                 'out of GPU memory',
@@ -53,18 +63,32 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
+            (r'is less than desired CPU memory utilization|DefaultCPUAllocator: .*memory',),
+            Diagnosis(
+                'out of memory',
+                'The worker has too little memory for it. Set gpu-memory-utilization lower (on CPU '
+                'engines it means main memory), or VLLM_CPU_KVCACHE_SPACE (GiB) in env; or use '
+                'fewer engines or a larger machine.',
+            ),
+        ),
+        (
             (
                 r'unrecognized arguments?|error: argument |invalid choice: ',
                 r'expected (one|at least one) argument',
             ),
             Diagnosis(
                 'unknown flag',
-                'It does not take one of the flags it was given; compare vllm_server_kwargs, '
-                'simulation_kwargs and frontend_kwargs with its --help.',
+                'It does not take one of the flags it was given, or not with that value; compare '
+                'vllm_server_kwargs, simulation_kwargs and frontend_kwargs with its --help.',
             ),
         ),
         (
-            (r'No module named [\'"]?(dynamo|vllm|zmq)',),
+            (r'no space left on device',),
+            Diagnosis('disk full', 'The disk of the worker is full; give it a larger one.'),
+        ),
+        (
+            # A part of vLLM that was not built for this machine begins with an underscore.
+            (r'No module named [\'"]?(dynamo|vllm|zmq)\b(?!\._)',),
             Diagnosis(
                 'package not installed',
                 'Install it where the workers run: `pip install "ai-dynamo[vllm]==1.6.1"` for '
@@ -77,7 +101,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
                 r'Repository Not Found|Invalid repository ID or local directory',
                 r'Repo id must be in the form|LocalEntryNotFoundError|offline mode is enabled',
                 r'does not appear to have a file named|model path .* does not exist',
-                r'Failed to (fetch|download) model|GatedRepoError|is not a valid directory',
+                r'Failed to (fetch|download) model|GatedRepoError',
             ),
             Diagnosis(
                 'model not found',
@@ -91,6 +115,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
                 r'No CUDA GPUs are available|no CUDA-capable device|invalid device ordinal',
                 r'Failed to infer device type|Found no NVIDIA driver|libcuda\.so\.1',
                 r'NVML.* not found|CUDA driver version is insufficient',
+                r'larger than the number of available GPUs|exceeds available GPUs',
             ),
             Diagnosis(
                 'too few GPUs',
@@ -100,12 +125,9 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            (r'no space left on device',),
-            Diagnosis('disk full', 'The disk of the worker is full; give it a larger one.'),
-        ),
-        (
             (
-                r'Unable to create lease|etcd.*(connection refused|unavailable|timed? ?out)',
+                r'Unable to create lease|Could not connect to etcd',
+                r'etcd.*(connection refused|unavailable|timed? ?out)',
                 r'ConnectError.*etcd',
             ),
             Diagnosis(
@@ -115,13 +137,21 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
                 'yes',
             ),
         ),
+        (
+            (r'validation errors? for \w*(Config|Args)\b',),
+            Diagnosis(
+                'setting refused',
+                'vLLM does not take a setting, alone or for this model; the end of the log says '
+                'which. Change it in vllm_server_kwargs.',
+            ),
+        ),
     )
 )
 
 
 def diagnose(log_tail: Sequence[str]) -> Diagnosis:
     """The first known cause that the log names, or :data:`UNKNOWN`."""
-    text = '\n'.join(log_tail)
+    text = '\n'.join(line for line in log_tail if not _NO_FAILURE.match(line))
     for pattern, diagnosis in _KNOWN:
         if pattern.search(text):
             return diagnosis
