@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,6 +13,7 @@ from apache_beam_vllm_dynamo import _metrics
 from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
 from apache_beam_vllm_dynamo._checks import positive_int_argument
 from apache_beam_vllm_dynamo._client import InferenceClient
+from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._model_server import Runtime, _VLLMModelServer
@@ -38,10 +37,6 @@ ElementT = TypeVar('ElementT', CompletionElement, ChatElement)
 
 # Batches wait for each other in the window, so that larger ones than it holds gain little.
 MAX_BATCH_WINDOWS = 4
-
-# One client a server and process, whichever handler copies and threads use it.
-_clients: weakref.WeakValueDictionary[str, InferenceClient] = weakref.WeakValueDictionary()
-_clients_lock = threading.Lock()
 
 
 class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer]):
@@ -194,13 +189,13 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         server_id = model.server_id()
         if self._client is not None and self._client[0] == server_id:
             return self._client[1]
-        with _clients_lock:
-            client = _clients.get(server_id)
-            if client is None:
-                window = self._max_in_flight or model.window()
-                client = _clients[server_id] = InferenceClient(model.endpoint, window, self._limits)
+        client = client_for(server_id, lambda: self._new_client(model))
         self._client = (server_id, client)
         return client
+
+    def _new_client(self, model: _VLLMModelServer) -> InferenceClient:
+        window = self._max_in_flight or model.window()
+        return InferenceClient(model.endpoint, window, self._limits)
 
     def _record(self, outcomes: Sequence[Outcome], model: _VLLMModelServer) -> None:
         if self._recorded is None:

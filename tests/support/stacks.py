@@ -13,7 +13,13 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
-from apache_beam_vllm_dynamo import DynamoRuntimeConfig, _marker, _model_server, _readiness
+from apache_beam_vllm_dynamo import (
+    DynamoRuntimeConfig,
+    _clients,
+    _marker,
+    _model_server,
+    _readiness,
+)
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from tests.support.processes import wait_until
 from tools.small_model import TOKENIZER_DIRECTORY
@@ -95,6 +101,7 @@ def nothing_left_on_this_machine() -> Iterator[None]:
     """Ends all servers after the block; no process, directory or thread of ours may be left."""
     before = directories()
     yield
+    _clients.close_all()
     _model_server.close_all()
     wait_until('no child is left', lambda: not pids_of_children())
     assert directories() <= before
