@@ -129,6 +129,7 @@ class FakeServer:
     async def _serve(self) -> None:
         self._stopping = asyncio.Event()
         application = web.Application(client_max_size=1 << 26)
+        application.router.add_get('/health', self._health)
         application.router.add_post('/v1/completions', self._answer)
         application.router.add_post('/v1/chat/completions', self._answer)
         # The handler of a request whose client went away is cancelled, and so can be counted.
@@ -148,6 +149,9 @@ class FakeServer:
     def _cut_all(self) -> None:
         for transport in self._transports:
             transport.abort()
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
