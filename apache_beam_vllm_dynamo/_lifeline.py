@@ -122,14 +122,9 @@ class Shim:
             self._kill_at = min(self._kill_at, kill_at)
             return
         self._kill_at = kill_at
-        for number in (
-            signal.SIGTERM,
-            signal.SIGCONT,
-        ):  # a stopped process acts on neither alone
-            try:
-                os.killpg(self._leader, number)
-            except OSError:
-                return
+        with contextlib.suppress(OSError):  # not ours to signal: KILL follows
+            os.killpg(self._leader, signal.SIGTERM)
+            os.killpg(self._leader, signal.SIGCONT)  # a stopped process waits with its SIGTERM
 
     def _kill_all(self) -> None:
         pause_s = FIRST_KILL_PAUSE_S

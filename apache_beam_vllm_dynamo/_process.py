@@ -144,6 +144,8 @@ class ManagedProcess:
             weakref.finalize(self, run.cut)
         if not run.settled.wait(START_BOUND_S):
             run.abandon(f'not running {START_BOUND_S:.0f} s after its start')
+            run.ended.wait(2 * SWEEP_BOUND_S)
+            run.join()
             raise StartError(f'{self.spec.label}: not running after {START_BOUND_S:.0f} s')
         if run.start_error is not None:
             run.join()

@@ -422,9 +422,10 @@ class TestOwner:
         child = ManagedProcess(tree.spec())
         thread = threading.Thread(target=child.start)
         thread.start()
+        task = pathlib.Path(f'/proc/self/task/{thread.native_id}')
         thread.join()
         report_of(child)
-        wait_until('the thread is gone from the kernel', lambda: _tasks() == _python_threads())
+        wait_until('the thread is gone from the kernel', lambda: not task.exists())
         with pytest.raises(AssertionError, match='not within'):
             wait_until('the child ends', child.poll, timeout_s=0.5)
         assert runs(child.pid)
@@ -454,6 +455,7 @@ class TestOwner:
             if fork:
                 assert runs(fork)
                 os.kill(fork, signal.SIGKILL)
+                tree.wait_until_gone()
 
     def test_a_dropped_object_lets_its_child_go(self, tree: ProcessTree) -> None:
         """Garbage collection cuts the lifeline."""
@@ -509,11 +511,3 @@ class TestHeldDescriptors:
             left = state_of(report['grandchild']), state_of(child.pid or 0)
             stopping.join()
         assert left == (None, None)
-
-
-def _tasks() -> int:
-    return len([*pathlib.Path('/proc/self/task').iterdir()])
-
-
-def _python_threads() -> int:
-    return threading.active_count()
