@@ -127,8 +127,8 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
         (
             (
                 r'Unable to create lease|Could not connect to etcd',
-                r'etcd.*(connection refused|unavailable|timed? ?out)',
-                r'ConnectError.*etcd',
+                r'etcd.{0,200}(connection refused|unavailable|timed? ?out)',
+                r'ConnectError.{0,200}etcd',
             ),
             Diagnosis(
                 'etcd not reachable',

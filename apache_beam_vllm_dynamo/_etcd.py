@@ -27,7 +27,7 @@ def find_etcd(path: str | os.PathLike[str] | None, search_path: str | None) -> s
       MissingDependencyError: There is none; the text says how to get one.
     """
     if path is not None:
-        program = shutil.which(path, path=search_path)
+        program = shutil.which(os.fspath(path), path=search_path)
         if program is None:
             raise MissingDependencyError(
                 f'etcd_path is {os.fspath(path)!r}, which is no program on this worker. Name the '
