@@ -141,7 +141,8 @@ class ManagedProcess:
                 raise RuntimeError(f'{self.spec.label} was started or stopped before')
             self._may_start = False
             run = self._run = _Run(self.spec, self._on_line, hold_fds)
-            weakref.finalize(self, run.cut)
+            # At the exit of the interpreter others, who know the order, may still want to stop it.
+            weakref.finalize(self, run.cut).atexit = False
         if not run.settled.wait(START_BOUND_S):
             run.abandon(f'not running {START_BOUND_S:.0f} s after its start')
             run.ended.wait(2 * SWEEP_BOUND_S)

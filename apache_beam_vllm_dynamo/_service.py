@@ -7,11 +7,11 @@ Beam; what runs, and how it is asked whether it serves, comes in its :class:`Ser
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from apache_beam_vllm_dynamo._diagnosis import diagnose
@@ -47,6 +47,15 @@ class Answer(Protocol):
     @property
     def status(self) -> int | None:
         """The HTTP status, or ``None`` for silence."""
+
+
+class Probes(Protocol):
+    """What runs probes elsewhere."""
+
+    def submit(
+        self, ask: Callable[[float], Answer | None], timeout_s: float
+    ) -> Future[Answer | None]:
+        """Asks soon, and gives the answer later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +115,7 @@ class Service:
         self._started_at = 0.0
         self._next_probe_at = 0.0
         self._silent_probes = 0
-        self._probing: concurrent.futures.Future[Answer | None] | None = None
+        self._probing: Future[Answer | None] | None = None
 
     @property
     def serves(self) -> bool:
@@ -149,7 +158,7 @@ class Service:
         self._tracker.came_up()
         self._become(ChildState.SERVING)
 
-    def tick(self, probes: concurrent.futures.Executor) -> None:
+    def tick(self, probes: Probes) -> None:
         """Looks at the process once and does what is due; quick, apart from a kill.
 
         Args:
@@ -180,7 +189,7 @@ class Service:
             self._become(ChildState.STARTING)
             self._failed(str(error))
 
-    def _look_at_probe(self, probes: concurrent.futures.Executor) -> None:
+    def _look_at_probe(self, probes: Probes) -> None:
         starting = self.status.state is ChildState.STARTING
         if self._probing is None:
             if self._clock() >= self._next_probe_at:

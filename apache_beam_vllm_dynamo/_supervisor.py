@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import logging
+import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
-from apache_beam_vllm_dynamo._process import stop_all
 from apache_beam_vllm_dynamo._restart import ChildState, ChildStatus
-from apache_beam_vllm_dynamo._service import Service
+from apache_beam_vllm_dynamo._service import Answer, Service
 from apache_beam_vllm_dynamo.errors import RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
 
 LOOK_INTERVAL_S = 0.1  # what a death costs before its replacement starts
+
+
+class Prober:
+    """Runs the probes of one service, so that a silent one delays no look at the others.
+
+    A daemon thread and no executor: at the interpreter's exit executors shut down before the
+    servers are stopped, and to be watched until then is what the servers need.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._questions: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, ask: Callable[[float], Answer | None], timeout_s: float) -> Future[Any]:
+        """Asks soon; the result is what ``ask`` finds."""
+        future: Future[object] = Future()
+        self._questions.put((future, partial(ask, timeout_s)))
+        return future
+
+    def end(self) -> None:
+        """Ends the thread once the probe under way has its answer."""
+        self._questions.put(None)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (question := self._questions.get()) is not None:
+            future, ask = question
+            try:
+                future.set_result(ask())
+            except Exception as error:  # noqa: BLE001 - for the one who waits
+                future.set_exception(error)
 
 
 class Supervisor:
@@ -51,26 +88,27 @@ class Supervisor:
             self._thread.join()
 
     def _watch(self) -> None:
-        # A probe that waits for a silent server holds its thread for seconds.
-        with concurrent.futures.ThreadPoolExecutor(
-            len(self._services), thread_name_prefix=f'{self._thread.name} probe'
-        ) as probes:
-            try:
-                while not self._ended.wait(LOOK_INTERVAL_S):
-                    for service in self._services:
-                        service.tick(probes)
-            except RuntimeFailedError as error:
-                self._give_up(error)
-            except Exception as error:
-                _LOGGER.exception('the supervisor failed')
-                self._give_up(RuntimeFailedError(f'The supervisor failed: {error!r}.'))
+        probers = [Prober(f'{self._thread.name} probe {s.spec.label}') for s in self._services]
+        try:
+            while not self._ended.wait(LOOK_INTERVAL_S):
+                for service, prober in zip(self._services, probers, strict=True):
+                    service.tick(prober)
+        except RuntimeFailedError as error:
+            self._give_up(error)
+        except Exception as error:
+            _LOGGER.exception('the supervisor failed')
+            self._give_up(RuntimeFailedError(f'The supervisor failed: {error!r}.'))
+        finally:
+            for prober in probers:
+                prober.end()
 
     def _give_up(self, error: RuntimeFailedError) -> None:
         _LOGGER.error('%s', error)
         self._failure = error
         # What still runs holds devices for a job that has failed.
-        running = [s.process for s in self._services if s.process is not None]
-        stop_all(running, 'the runtime was given up')
+        for service in reversed(self._services):
+            if service.process is not None:
+                service.process.kill('the runtime was given up')
         for service in self._services:
             if service.status.state is not ChildState.FAILED:
                 service.stopped()

@@ -1,0 +1,201 @@
+"""Real vLLM engines on two CPU cores: the same model through every kind of server."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from apache_beam_vllm_dynamo import (
+    DynamoRuntimeConfig,
+    DynamoVLLMEngineSpec,
+    OpenAIChatMessage,
+    VLLMChatModelHandler,
+    VLLMCompletionsModelHandler,
+)
+from tests.support.processes import wait_until
+from tests.support.stacks import metric, nothing_left_on_this_machine, pids_of_children
+from tools.small_model import FULL_DIRECTORY
+
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.timeout(400),
+    pytest.mark.skipif(
+        importlib.util.find_spec('vllm') is None or not FULL_DIRECTORY.is_dir(),
+        reason='needs the CPU build of vLLM and the model: run `make test-cpu`',
+    ),
+]
+
+MODEL = str(FULL_DIRECTORY)
+# float32: the CPU build of vLLM gives wrong text in bfloat16 without compilation.
+FLAGS: dict[str, Any] = {
+    'dtype': 'float32',
+    'enforce-eager': True,
+    'max-model-len': 2048,
+    'max-num-seqs': 16,
+}
+ENV = {'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'}
+GREEDY = {'temperature': 0, 'max_tokens': 12}
+PROMPTS = [
+    'The capital of France is',
+    'Water boils at a temperature of',
+    'Once upon a time there was a',
+    'def add(a, b):\n    return',
+]
+# CPU engines cache in blocks of 128 tokens; this is several.
+DOCUMENT = 'The lighthouse keeper wrote down the wind, the tide and the ships of the day. ' * 30
+TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}The word is:"
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with nothing_left_on_this_machine():
+        yield
+
+
+def engines(number: int, **fields: Any) -> DynamoRuntimeConfig:
+    spec = DynamoVLLMEngineSpec(vllm_server_kwargs=FLAGS, env=ENV)
+    return DynamoRuntimeConfig(
+        (spec,) * number, engine_kind='cpu', start_timeout_secs=300, **fields
+    )
+
+
+def native(**flags: Any) -> VLLMCompletionsModelHandler:
+    return VLLMCompletionsModelHandler(MODEL, {**FLAGS, **flags}, env_vars=ENV)
+
+
+def dynamo(config: DynamoRuntimeConfig) -> VLLMCompletionsModelHandler:
+    return VLLMCompletionsModelHandler(MODEL, use_dynamo=True, dynamo_runtime_config=config)
+
+
+def texts(handler: VLLMCompletionsModelHandler, model: Any, prompts: list[str]) -> list[str]:
+    results = handler.run_inference(prompts, model, GREEDY)
+    return [result.inference.choices[0].text for result in results]
+
+
+def test_greedy_completions_do_not_depend_on_the_server() -> None:
+    """Native vLLM, Dynamo with one engine, and Dynamo with two give the same texts."""
+    found: dict[str, list[str]] = {}
+    for name, handler in (
+        ('native', native()),
+        ('one engine', dynamo(engines(1, router_mode='round-robin'))),
+        ('two engines', dynamo(engines(2))),
+    ):
+        model = handler.load_model()
+        found[name] = texts(handler, model, PROMPTS)
+        model.close()
+    assert found['native'] == found['one engine'] == found['two engines']
+    assert 'Paris' in found['native'][0]
+
+
+def test_two_engines_share_prefixes_through_real_events_and_stay_on_loopback() -> None:
+    handler = dynamo(engines(2))
+    model = handler.load_model()
+    first = handler.run_inference([DOCUMENT + 'Who?'], model, GREEDY)[0].inference
+    second = handler.run_inference([DOCUMENT + 'Where?'], model, GREEDY)[0].inference
+    assert first.usage.prompt_tokens > 384
+    assert second.usage.prompt_tokens_details.cached_tokens >= 384
+    wait_until(
+        'KV events are applied',
+        lambda: metric(model.endpoint(), 'dynamo_component_kv_cache_events_applied', status='ok'),
+    )
+    assert listeners_off_loopback() == []
+
+
+def listeners_off_loopback() -> list[str]:
+    ours = pids_of_children()
+    listed = subprocess.run(['ss', '-ltnpH'], capture_output=True, text=True, check=True).stdout
+    of_ours = [
+        line
+        for line in listed.splitlines()
+        if any(int(pid) in ours for pid in re.findall(r'pid=(\d+)', line))
+    ]
+    assert of_ours
+    return [line for line in of_ours if line.split()[3].rpartition(':')[0] != '127.0.0.1']
+
+
+def test_the_native_server_runs_data_parallel() -> None:
+    handler = VLLMCompletionsModelHandler(
+        MODEL,
+        {**FLAGS, 'data-parallel-size': 2},
+        env_vars={**ENV, 'VLLM_CPU_OMP_THREADS_BIND': '0|1'},
+    )
+    model = handler.load_model()
+    assert model.window() == 32
+    assert 'Paris' in texts(handler, model, PROMPTS)[0]
+
+
+@pytest.mark.parametrize('server', ['native', 'dynamo'])
+def test_a_chat_template_of_the_user_replaces_the_models_own(
+    server: str, tmp_path: pathlib.Path
+) -> None:
+    template = tmp_path / 'template.jinja'
+    template.write_text(TEMPLATE)
+    if server == 'native':
+        handler = VLLMChatModelHandler(MODEL, str(template), FLAGS, env_vars=ENV)
+    else:
+        config = engines(1)
+        handler = VLLMChatModelHandler(
+            MODEL, str(template), use_dynamo=True, dynamo_runtime_config=config
+        )
+    model = handler.load_model()
+    [result] = handler.run_inference([[OpenAIChatMessage('user', 'Hello')]], model, GREEDY)
+    # "Hello The word is:" is five or six tokens; the model's own template has thirty.
+    assert result.inference.usage.prompt_tokens < 12
+
+
+OWNER = """
+import sys
+from tests.cpu.test_real_engines import dynamo, engines
+model = dynamo(engines(2)).load_model()
+print('serving', flush=True)
+sys.stdin.read()
+"""
+
+
+def test_nothing_outlives_a_killed_owner() -> None:
+    token = f'{os.getpid()}-owner'
+    owner = subprocess.Popen(
+        [sys.executable, '-c', OWNER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, 'TEST_OWNER': token},
+    )
+    try:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == 'serving\n'
+        names = [name for name, _ in processes_with(token)]
+        assert sum('VLLM::' in name for name in names) >= 2
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        wait_until('all processes are gone', lambda: not processes_with(token), timeout_s=10)
+    finally:
+        owner.kill()
+        owner.wait()
+        for _, pid in processes_with(token):
+            os.kill(pid, signal.SIGKILL)
+        for stream in (owner.stdin, owner.stdout):
+            if stream is not None:
+                stream.close()
+
+
+def processes_with(token: str) -> list[tuple[str, int]]:
+    """Name and id of every process that has the token in its environment, ours apart."""
+    found = []
+    for path in pathlib.Path('/proc').glob('[0-9]*'):
+        try:
+            if f'TEST_OWNER={token}'.encode() in (path / 'environ').read_bytes():
+                name = (path / 'cmdline').read_bytes().decode(errors='replace')
+                found.append((name, int(path.name)))
+        except OSError:
+            continue
+    return found
