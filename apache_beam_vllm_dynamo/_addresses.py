@@ -131,7 +131,7 @@ def free_ports(count: int) -> list[int]:
     """
     candidates = _candidates(LOWEST_PORT, min(HIGHEST_PORT, _ephemeral_floor() - 1))
     found: list[int] = []
-    # Each stays bound until all are found, so that none is found twice.
+    # Each stays bound until all are found, so that a start at the same moment finds others.
     held: list[socket.socket] = []
     try:
         for port in candidates:

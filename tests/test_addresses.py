@@ -130,6 +130,20 @@ def test_ports_are_free_again_once_they_are_chosen() -> None:
             server.bind(('127.0.0.1', port))
 
 
+def test_a_port_once_found_is_held_until_all_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start at the same moment cannot find it too."""
+    first, second = free_ports(2)
+
+    def candidates(*_: int) -> Iterator[int]:
+        yield first
+        with pytest.raises(OSError, match='in use'), socket.socket() as other:
+            other.bind(('127.0.0.1', first))
+        yield second
+
+    monkeypatch.setattr(_addresses, '_candidates', candidates)
+    assert free_ports(2) == [first, second]
+
+
 def test_too_few_free_ports_are_an_error_that_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with listening('127.0.0.1') as taken:
         free = next(port for port in free_ports(2) if port != taken)

@@ -83,8 +83,8 @@ address protocol=HTTP address=127.0.0.1:21998 error=Address already in use (os e
         VLLM_START
         + '(EngineCore pid=811) ERROR 11-30 05:55:21 [core.py:900] torch.OutOfMemoryError: CUDA '
         'out of memory. Tried to allocate 112.00 MiB. GPU 0 has a total capacity of 14.56 GiB of '
-        'which 77.81 MiB is free.\n' + TRACEBACK + 'RuntimeError: Engine core initialization failed. See '
-        'root cause above. Failed core proc(s): {}',
+        'which 77.81 MiB is free.\n' + TRACEBACK + 'RuntimeError: Engine core initialization failed. '
+        'See root cause above. Failed core proc(s): {}',
     ),
     'torch, out of memory in a kernel': (
         'out of GPU memory',
@@ -252,8 +252,8 @@ ORDINARY: dict[str, str] = {
     ),
     'colours': (
         '\x1b[0;36m(EngineCore pid=811)\x1b[0;0m WARNING 11-30 05:55:21 [x.py:1] CUDA out of '
-        'memory is avoided by a smaller batch\n\x1b[33mWARN\x1b[0m hub: Repository Not Found, trying '
-        'again'
+        'memory is avoided by a smaller batch\n\x1b[33mWARN\x1b[0m hub: Repository Not Found, next '
+        'try'
     ),
     'lines of JSON': (
         '{"time":"2026-11-30T05:55:06Z","level":"WARN","target":"dynamo_llm::hub","message":"'

@@ -235,6 +235,7 @@ def test_a_frontend_that_routes_to_too_few_is_asked_nothing_more(
 
 def test_no_engine_at_all_is_not_enough_even_where_none_is_expected(server: FakeServer) -> None:
     server.set('/v1/models/m/ready', 200, ready(0))
+    server.set('/v1/completions', 200, {})
     assert frontend_serves(server.port, 'm', NAMESPACE, 0) is not None
 
 
