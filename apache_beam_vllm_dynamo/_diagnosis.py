@@ -102,6 +102,7 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
                 r'Repo id must be in the form|LocalEntryNotFoundError|offline mode is enabled',
                 r'does not appear to have a file named|model path .* does not exist',
                 r'Failed to (fetch|download) model|GatedRepoError',
+                r'unable to extract config\.json from directory',
             ),
             Diagnosis(
                 'model not found',
