@@ -83,8 +83,8 @@ address protocol=HTTP address=127.0.0.1:21998 error=Address already in use (os e
         VLLM_START
         + '(EngineCore pid=811) ERROR 11-30 05:55:21 [core.py:900] torch.OutOfMemoryError: CUDA '
         'out of memory. Tried to allocate 112.00 MiB. GPU 0 has a total capacity of 14.56 GiB of '
-        'which 77.81 MiB is free.\n' + TRACEBACK + 'RuntimeError: Engine core initialization failed. '
-        'See root cause above. Failed core proc(s): {}',
+        'which 77.81 MiB is free.\n' + TRACEBACK + 'RuntimeError: Engine core initialization '
+        'failed. See root cause above. Failed core proc(s): {}',
     ),
     'torch, out of memory in a kernel': (
         'out of GPU memory',
