@@ -24,6 +24,10 @@ EVENT_BROKER_SCRIPT = Path(__file__).with_name('_event_broker.py')
 # Dynamo gives up a send after 5 s by default, which a burst on a busy machine exceeds.
 TCP_REQUEST_TIMEOUT_SECS = 60
 
+# While an engine loads its model it logs each health probe as a failure; minutes of them would
+# push what matters out of the end of its log.
+ENGINE_LOG_FILTER = 'info,tower_http=off'
+
 # Block hashes must agree between the processes of one runtime, or no prefix ever matches.
 HASH_SEED = '0'
 
@@ -276,6 +280,7 @@ def _engine_environment(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) ->
         'VLLM_NIXL_SIDE_CHANNEL_HOST': LOOPBACK,
         'VLLM_NIXL_SIDE_CHANNEL_PORT': str(own.side_channel_port),
     }
+    env.setdefault('DYN_LOG', ENGINE_LOG_FILTER)
     kind = stack.config.engine_kind
     if kind == 'gpu' and spec.gpu_devices:
         env['CUDA_VISIBLE_DEVICES'] = ','.join(spec.gpu_devices)

@@ -123,6 +123,7 @@ HASH_SEED = {'PYTHONHASHSEED': '0'}
 
 def engine_variables(index: int) -> dict[str, str]:
     return {
+        'DYN_LOG': 'info,tower_http=off',
         'DYN_SYSTEM_HOST': '127.0.0.1',
         'DYN_SYSTEM_PORT': str(20_003 + 2 * index),
         'VLLM_HOST_IP': '127.0.0.1',
