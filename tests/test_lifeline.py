@@ -236,8 +236,10 @@ def test_the_command_starts_with_a_clean_slate_of_signals(tree: ProcessTree) -> 
         signal.signal(signal.SIGHUP, ignored)
     with contextlib.closing(shim):
         pid = shim.event()['pid']
-        assert int(status_field(pid, 'SigBlk'), 16) == 0
-        assert int(status_field(pid, 'SigIgn'), 16) == 0
+        # The C library keeps two signals to itself; GNU make, which may run this, ignores them.
+        ours = sum(1 << (number - 1) for number in signal.valid_signals())
+        assert int(status_field(pid, 'SigBlk'), 16) & ours == 0
+        assert int(status_field(pid, 'SigIgn'), 16) & ours == 0
         shim.ask(b'T')
         assert shim.event() == {'event': 'ended', 'returncode': -15}
 
