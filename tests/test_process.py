@@ -355,7 +355,8 @@ class TestEnd:
     ) -> None:
         """It is asked for, and the reader goes on to see the end."""
         answers: list[bool] = []
-        child = ManagedProcess(tree.spec(), lambda _: answers.append(child.stop('enough')))
+        spec = tree.spec(stop_grace_s=30.0)
+        child = ManagedProcess(spec, lambda _: answers.append(child.stop('enough')))
         child.start()
         assert child.wait(PATIENCE_S) == ExitStatus(-15)
         assert answers == [False]
