@@ -28,8 +28,17 @@ TCP_REQUEST_TIMEOUT_SECS = 60
 # push what matters out of the end of its log.
 ENGINE_LOG_FILTER = 'info,tower_http=off'
 
+# Requests that the frontend has under way on one connection to an engine before it opens another
+# (up to 100). An engine acknowledges each by four bytes on a socket with Nagle's algorithm on:
+# the second of two waits until the frontend's kernel confirms the first, which it delays by
+# 40 ms, and the frontend holds the answers back for it. With one at a time nothing waits.
+TCP_REQUESTS_PER_CONNECTION = 1
+
 # Block hashes must agree between the processes of one runtime, or no prefix ever matches.
 HASH_SEED = '0'
+
+# vLLM makes sockets of a slash and 36 letters in its temporary directory; sun_path holds 107.
+LONGEST_TEMPORARY_DIRECTORY_BYTES = 70
 
 # Other variables of the worker that would make children meet on one port or one device.
 _NOT_INHERITED = frozenset({
@@ -253,6 +262,7 @@ def _dynamo_environment(stack: Stack) -> dict[str, str]:
         if lease is not None:
             env['ETCD_LEASE_TTL'] = lease
     env.setdefault('DYN_TCP_REQUEST_TIMEOUT', str(TCP_REQUEST_TIMEOUT_SECS))
+    env.setdefault('DYN_TCP_CHANNEL_BUFFER', str(TCP_REQUESTS_PER_CONNECTION))
     env |= {
         'DYN_NAMESPACE': stack.namespace,
         'DYN_SDK_DISABLE_ANSI_LOGGING': '1',
@@ -262,6 +272,11 @@ def _dynamo_environment(stack: Stack) -> dict[str, str]:
         'DYN_ZMQ_BROKER_URL': f'xsub={addresses.broker_in} , xpub={addresses.broker_out}',
         'PYTHONUNBUFFERED': '1',
     }
+    directory = os.fspath(addresses.directory)
+    if len(os.fsencode(directory)) <= LONGEST_TEMPORARY_DIRECTORY_BYTES:
+        # Each Dynamo process leaves a file behind, and a killed vLLM its sockets; so they go
+        # when the directory goes.
+        env['TMPDIR'] = directory
     if stack.config.uses_kv_router:
         env['PYTHONHASHSEED'] = HASH_SEED
     if stack.config.discovery == 'file':

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -115,7 +116,9 @@ DYNAMO = {
         'xsub=ipc:///tmp/beam-x/events-in , xpub=ipc:///tmp/beam-x/events-out'
     ),
     'DYN_TCP_REQUEST_TIMEOUT': '60',
+    'DYN_TCP_CHANNEL_BUFFER': '1',
     'PYTHONUNBUFFERED': '1',
+    'TMPDIR': '/tmp/beam-x',
 }  # fmt: skip
 OWN_ETCD = {'ETCD_ENDPOINTS': 'http://127.0.0.1:20001'}
 HASH_SEED = {'PYTHONHASHSEED': '0'}
@@ -491,6 +494,19 @@ def test_nothing_is_looked_up_and_the_process_environment_is_left_alone(
     assert base == HARMLESS
     for command in first.values():
         assert command.env is not base
+
+
+@pytest.mark.parametrize(('length', 'own'), [(70, True), (71, False)])
+def test_temporary_files_of_dynamo_go_with_the_directory_unless_sockets_would_not_fit(
+    length: int, *, own: bool
+) -> None:
+    directory = Path('/tmp/'.ljust(length, 'd'))
+    stack = dataclasses.replace(
+        stack_of(two(), base_env={'TMPDIR': '/var/tmp'}), addresses=allocate(directory, 2)
+    )
+    expected = os.fspath(directory) if own else '/var/tmp'
+    for command in (frontend_command(stack), engine_command(stack, 1)):
+        assert command.env['TMPDIR'] == expected
 
 
 def test_no_child_shares_its_environment_with_another() -> None:
