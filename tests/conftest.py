@@ -1,0 +1,24 @@
+"""For all tests: a temporary directory of their own, so that what is left behind is seen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+
+@pytest.fixture(scope='session', autouse=True)
+def _own_temporary_directory() -> Iterator[None]:
+    """Runs side by side on one machine do not see each other's directories."""
+    before = os.environ.get('TMPDIR')
+    directory = tempfile.mkdtemp(prefix='tests-')
+    os.environ['TMPDIR'] = tempfile.tempdir = directory
+    yield
+    tempfile.tempdir = None
+    os.environ.pop('TMPDIR')
+    if before is not None:
+        os.environ['TMPDIR'] = before
+    shutil.rmtree(directory)
