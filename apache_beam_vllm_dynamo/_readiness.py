@@ -60,7 +60,7 @@ def await_engines(
     """Waits until all ``engines``, which start side by side, serve; logs the progress.
 
     Raises:
-      ChildExitedError: One of ``needed`` ended.
+      ChildExitedError: One of ``needed`` ended, or an engine cannot listen on its port.
       StartTimeoutError: Not all serve in time.
     """
     started = said = time.monotonic()
@@ -75,6 +75,8 @@ def await_engines(
                 waiting.remove(engine)
                 waited = time.monotonic() - started
                 _LOGGER.info('%s ready after %.0f s', engine.spec.label, waited)
+            else:
+                _check_its_port(engine)
         if not waiting:
             return
         now = time.monotonic()
@@ -88,6 +90,14 @@ def await_engines(
                 '%d of %d engines ready after %.0f s', total - len(waiting), total, now - started
             )
         time.sleep(POLL_INTERVAL_S)
+
+
+def _check_its_port(engine: Service) -> None:
+    """An engine whose system port is taken says so, lives on, and never becomes healthy."""
+    tail = engine.log_tail()
+    diagnosis = diagnose(tail)
+    if diagnosis.retry == 'other_addresses':
+        raise ChildExitedError(engine.spec.label, 'it could not listen', tail, diagnosis.hint)
 
 
 def with_free_addresses(start_once: Callable[[], None]) -> None:

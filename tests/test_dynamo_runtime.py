@@ -21,6 +21,7 @@ from apache_beam_vllm_dynamo import (
     StartTimeoutError,
     _dynamo_runtime,
 )
+from apache_beam_vllm_dynamo._addresses import Addresses, free_ports
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from tests.support.processes import wait_until
 from tests.support.stacks import (
@@ -249,24 +250,29 @@ def test_a_missing_etcd_is_named_with_the_ways_to_get_one(monkeypatch: pytest.Mo
         _DynamoLocalRuntime(MODEL, simulated(1), env=env).start()
 
 
+@pytest.mark.parametrize('whose', ['frontend', 'engine'])
 def test_a_port_taken_between_choice_and_start_costs_another_start(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    whose: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     allocate = _dynamo_runtime.allocate
+    starts: list[Addresses] = []
     with socket.socket() as taken:
-        taken.bind(('127.0.0.1', 0))
+        taken.bind(('127.0.0.1', free_ports(1)[0]))
         taken.listen()
-        chosen: list[int] = []
+        port = taken.getsockname()[1]
 
-        def first_meets_another(directory: Path, engines: int) -> object:
+        def first_meets_another(directory: Path, engines: int) -> Addresses:
             addresses = allocate(directory, engines)
-            if not chosen:
-                addresses = dataclasses.replace(addresses, frontend_port=taken.getsockname()[1])
-            chosen.append(addresses.frontend_port)
+            if not starts and whose == 'frontend':
+                addresses = dataclasses.replace(addresses, frontend_port=port)
+            elif not starts:
+                engine = dataclasses.replace(addresses.engines[0], system_port=port)
+                addresses = dataclasses.replace(addresses, engines=(engine,))
+            starts.append(addresses)
             return addresses
 
         monkeypatch.setattr(_dynamo_runtime, 'allocate', first_meets_another)
         with started(simulated(1, discovery='file')) as runtime:
             assert complete(runtime.endpoint(), 'hello')['choices']
-    assert len(chosen) == 2
+    assert len(starts) == 2
     assert 'Starting again on other ports' in caplog.text
