@@ -1,15 +1,11 @@
-"""A start: a directory of its own, free addresses, and waiting while everything needed lives."""
+"""A start: free addresses, and waiting while everything that is needed lives."""
 
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-from apache_beam_vllm_dynamo._addresses import LONGEST_SOCKET_PATH_BYTES
 from apache_beam_vllm_dynamo._diagnosis import diagnose
 from apache_beam_vllm_dynamo._service import Service
 from apache_beam_vllm_dynamo.errors import ChildExitedError, StartTimeoutError
@@ -20,8 +16,6 @@ POLL_INTERVAL_S = 0.1  # of a start, whose parts take from half a second to many
 PROBE_TIMEOUT_S = 2.0  # what answers at all does so within milliseconds
 PROGRESS_INTERVAL_S = 30.0  # a model load of minutes must not look like a hang
 ADDRESS_ATTEMPTS = 3  # starts in all, when ports found free were taken before they were bound
-DIRECTORY_PREFIX = 'vllm-dynamo-'
-SHORT_DIRECTORY = Path('/tmp')  # noqa: S108 - mkdtemp makes a directory of this user alone
 TAIL_LINES = 15  # of each service that is not ready, in the error of a time-out
 
 
@@ -116,12 +110,3 @@ def with_free_addresses(start_once: Callable[[], None]) -> None:
             _LOGGER.warning('%s ended: %s Starting again on other ports.', error.label, error.hint)
         else:
             return
-
-
-def private_directory() -> Path:
-    """A new directory of this user alone, with a path that Unix sockets can hold."""
-    base = Path(tempfile.gettempdir())
-    longest = base / f'{DIRECTORY_PREFIX}xxxxxxxx' / 'events-out'
-    if len(os.fsencode(longest)) > LONGEST_SOCKET_PATH_BYTES:
-        base = SHORT_DIRECTORY
-    return Path(tempfile.mkdtemp(prefix=DIRECTORY_PREFIX, dir=base))

@@ -21,7 +21,7 @@ from apache_beam_vllm_dynamo import (
     StartTimeoutError,
     _dynamo_runtime,
 )
-from apache_beam_vllm_dynamo._addresses import Addresses, free_ports
+from apache_beam_vllm_dynamo._addresses import Addresses, allocate, free_ports
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from tests.support.processes import wait_until
 from tests.support.stacks import (
@@ -254,7 +254,6 @@ def test_a_missing_etcd_is_named_with_the_ways_to_get_one(monkeypatch: pytest.Mo
 def test_a_port_taken_between_choice_and_start_costs_another_start(
     whose: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    allocate = _dynamo_runtime.allocate
     starts: list[Addresses] = []
     with socket.socket() as taken:
         taken.bind(('127.0.0.1', free_ports(1)[0]))

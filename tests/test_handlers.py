@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from apache_beam.ml.inference import vllm_inference as upstream
+from openai.types.chat import ChatCompletion
 
 from apache_beam_vllm_dynamo import (
     ConfigurationError,
@@ -160,6 +161,7 @@ def test_a_chat_template_of_any_beam_path_reaches_the_server_and_nothing_is_left
     assert seen['template_text'] == '{{ messages }}'
     assert seen['host'] == '127.0.0.1'
     [result] = handler.run_inference([[OpenAIChatMessage('user', 'hi')]], model)
+    assert isinstance(result.inference, ChatCompletion)
     assert result.inference.choices[0].message.content
     model.close()
     assert not pathlib.Path(seen['chat_template']).exists()

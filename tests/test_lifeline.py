@@ -74,7 +74,7 @@ class Shim:
         if early is not None:
             self.ask(early) if early else self.cut()
         self.status, write_end = os.pipe()
-        numbers = (str(read_end), str(write_end), '-', str(stop_grace_s), str(orphan_grace_s))
+        numbers = (str(read_end), str(write_end), '-', str(stop_grace_s), str(orphan_grace_s), '-')
         self.process = subprocess.Popen(
             (sys.executable, '-I', '-S', _lifeline.__file__, *numbers, *command),
             env={**tree.env, **(env or {})},

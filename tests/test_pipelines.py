@@ -114,6 +114,7 @@ def test_chat_takes_beams_messages_and_ours_and_plain_dicts() -> None:
     for result in results:
         assert isinstance(result.inference, ChatCompletion)
         assert result.inference.choices[0].message.role == 'assistant'
+        assert result.inference.usage is not None
         tokens.append(result.inference.usage.completion_tokens)
     assert sorted(tokens) == [2, 2, 2, 5]
 
@@ -166,7 +167,7 @@ def test_failures_of_a_batch_go_to_the_dead_letter_output() -> None:
 
 
 def test_keys_and_pre_and_post_processing_go_round_the_handler() -> None:
-    handler = (
+    handler: Any = (
         KeyedModelHandler(completions(1))
         .with_preprocess_fn(lambda pair: (pair[0], f'prompt {pair[1]}'))
         .with_postprocess_fn(lambda pair: (pair[0], pair[1].example, pair[1].model_id))

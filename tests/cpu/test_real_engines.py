@@ -76,9 +76,13 @@ def dynamo(config: DynamoRuntimeConfig) -> VLLMCompletionsModelHandler:
     return VLLMCompletionsModelHandler(MODEL, use_dynamo=True, dynamo_runtime_config=config)
 
 
+def ask(handler: Any, model: Any, elements: list[Any]) -> list[Any]:
+    """The openai objects that come back."""
+    return [result.inference for result in handler.run_inference(elements, model, GREEDY)]
+
+
 def texts(handler: VLLMCompletionsModelHandler, model: Any, prompts: list[str]) -> list[str]:
-    results = handler.run_inference(prompts, model, GREEDY)
-    return [result.inference.choices[0].text for result in results]
+    return [completion.choices[0].text for completion in ask(handler, model, prompts)]
 
 
 def test_greedy_completions_do_not_depend_on_the_server() -> None:
@@ -99,8 +103,8 @@ def test_greedy_completions_do_not_depend_on_the_server() -> None:
 def test_two_engines_share_prefixes_through_real_events_and_stay_on_loopback() -> None:
     handler = dynamo(engines(2))
     model = handler.load_model()
-    first = handler.run_inference([DOCUMENT + 'Who?'], model, GREEDY)[0].inference
-    second = handler.run_inference([DOCUMENT + 'Where?'], model, GREEDY)[0].inference
+    [first] = ask(handler, model, [DOCUMENT + 'Who?'])
+    [second] = ask(handler, model, [DOCUMENT + 'Where?'])
     assert first.usage.prompt_tokens > 384
     assert second.usage.prompt_tokens_details.cached_tokens >= 384
     wait_until(
@@ -147,9 +151,9 @@ def test_a_chat_template_of_the_user_replaces_the_models_own(
             MODEL, str(template), use_dynamo=True, dynamo_runtime_config=config
         )
     model = handler.load_model()
-    [result] = handler.run_inference([[OpenAIChatMessage('user', 'Hello')]], model, GREEDY)
+    [answer] = ask(handler, model, [[OpenAIChatMessage('user', 'Hello')]])
     # "Hello The word is:" is five or six tokens; the model's own template has thirty.
-    assert result.inference.usage.prompt_tokens < 12
+    assert answer.usage.prompt_tokens < 12
 
 
 OWNER = """

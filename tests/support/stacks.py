@@ -18,7 +18,7 @@ from apache_beam_vllm_dynamo import (
     _clients,
     _marker,
     _model_server,
-    _readiness,
+    _private_directory,
 )
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from tests.support.processes import wait_until
@@ -93,7 +93,7 @@ def pids_of_children() -> set[int]:
 
 def directories() -> set[pathlib.Path]:
     """The private directories of starts on this machine."""
-    return set(pathlib.Path(tempfile.gettempdir()).glob(f'{_readiness.DIRECTORY_PREFIX}*'))
+    return set(pathlib.Path(tempfile.gettempdir()).glob(f'{_private_directory.PREFIX}*'))
 
 
 @contextlib.contextmanager

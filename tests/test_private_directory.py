@@ -1,0 +1,100 @@
+"""The directory of a start goes with the last that uses it, whoever is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from apache_beam_vllm_dynamo import _private_directory
+from apache_beam_vllm_dynamo._private_directory import PrivateDirectory, remove_stale
+from tests.support.processes import ROOT, ProcessTree, wait_until
+
+OWNER = """
+import sys
+from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
+from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
+import os
+directory = PrivateDirectory.make()
+(directory.path / 'file').write_text('x')
+children = [
+    ManagedProcess(ChildSpec('c', ('sleep', '60'), dict(os.environ), scratch=str(directory.path)))
+    for _ in range(3)
+]
+for child in children:
+    child.start()
+print(directory.path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_it_is_removed_by_its_owner_and_may_be_removed_again() -> None:
+    directory = PrivateDirectory.make()
+    (directory.path / 'file').write_text('x')
+    assert directory.path.stat().st_mode & 0o077 == 0
+    directory.remove()
+    directory.remove()
+    assert not directory.path.exists()
+
+
+def test_it_goes_with_the_children_of_a_killed_owner() -> None:
+    with ProcessTree() as tree:
+        with subprocess.Popen(
+            [sys.executable, '-c', OWNER],
+            cwd=ROOT,
+            env={**os.environ, **tree.env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as owner:
+            assert owner.stdout is not None
+            path = Path(owner.stdout.readline().strip())
+            assert (path / 'file').exists()
+            owner.send_signal(signal.SIGKILL)
+            owner.wait()
+            wait_until('the directory is gone', lambda: not path.exists(), timeout_s=10)
+        tree.wait_until_gone()
+
+
+def test_one_that_nobody_uses_is_removed_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, 'tempdir', str(tmp_path))
+    monkeypatch.setattr(_private_directory, 'STALE_AFTER_S', -1.0)
+    abandoned = tmp_path / f'{_private_directory.PREFIX}abandoned'
+    abandoned.mkdir()
+    other = tmp_path / 'of-somebody-else'
+    other.mkdir()
+    used = PrivateDirectory.make()
+    try:
+        assert not abandoned.exists()
+        remove_stale(tmp_path)
+        assert used.path.exists()
+        assert other.exists()
+    finally:
+        used.remove()
+
+
+def test_a_young_one_may_not_be_locked_yet_and_is_left_alone(tmp_path: Path) -> None:
+    young = tmp_path / f'{_private_directory.PREFIX}young'
+    young.mkdir()
+    remove_stale(tmp_path)
+    assert young.exists()
+
+
+def test_a_temporary_directory_too_long_for_sockets_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = tmp_path / ('x' * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, 'tempdir', str(long))
+    directory = PrivateDirectory.make()
+    try:
+        assert directory.path.parent == _private_directory.SHORT_DIRECTORY
+    finally:
+        directory.remove()
