@@ -19,6 +19,7 @@ from apache_beam_vllm_dynamo.errors import (
     VLLMDynamoError,
 )
 from apache_beam_vllm_dynamo.handlers import VLLMChatModelHandler, VLLMCompletionsModelHandler
+from apache_beam_vllm_dynamo.inference import LLMInference, SplitErrors
 from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, OpenAIChatMessage
 
 __all__ = [
@@ -33,9 +34,11 @@ __all__ = [
     'ErrorKind',
     'InferenceError',
     'InferenceFailedError',
+    'LLMInference',
     'MissingDependencyError',
     'OpenAIChatMessage',
     'RuntimeFailedError',
+    'SplitErrors',
     'StartError',
     'StartTimeoutError',
     'VLLMChatModelHandler',

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 
-from apache_beam_vllm_dynamo import _metrics
+from apache_beam_vllm_dynamo import _metrics, _reuse
 from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
 from apache_beam_vllm_dynamo._checks import positive_int_argument
 from apache_beam_vllm_dynamo._client import InferenceClient
@@ -18,7 +18,12 @@ from apache_beam_vllm_dynamo._compatible import compatible_config
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._model_server import Runtime, _VLLMModelServer
 from apache_beam_vllm_dynamo._native_runtime import NativeVLLMRuntime
-from apache_beam_vllm_dynamo._requests import Endpoint, RequestBuilder, validate_inference_args
+from apache_beam_vllm_dynamo._requests import (
+    Endpoint,
+    PreparedRequest,
+    RequestBuilder,
+    validate_inference_args,
+)
 from apache_beam_vllm_dynamo._responses import Answer, Outcome
 from apache_beam_vllm_dynamo._retry import RequestLimits
 from apache_beam_vllm_dynamo.config import (
@@ -28,6 +33,7 @@ from apache_beam_vllm_dynamo.config import (
 )
 from apache_beam_vllm_dynamo.errors import (
     ConfigurationError,
+    InferenceError,
     InferenceFailedError,
 )
 from apache_beam_vllm_dynamo.messages import ChatElement, CompletionElement, size_bytes
@@ -129,12 +135,11 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
           InferenceFailedError: Under ``on_error='raise'``, once every element was tried.
           RuntimeFailedError: The server is gone for good.
         """
-        builder = RequestBuilder(
-            self._model_name, self._endpoint, inference_args, under_dynamo=self._use_dynamo
-        )
-        client = self._client_for(model)
-        outcomes = client.run([builder.build(element) for element in batch])
-        self._record(outcomes, model)
+        builder = self.request_builder(inference_args)
+        requests = [builder.build(element) for element in batch]
+        outcomes = self.client_for(model).run(requests)
+        self.record_outcomes(requests, outcomes)
+        self.record_events(model)
         failures = [
             (index, outcome.error)
             for index, outcome in enumerate(outcomes)
@@ -143,7 +148,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         if failures and self._on_error == 'raise':
             raise InferenceFailedError(failures, len(batch))
         return [
-            PredictionResult(element, _inference(outcome), self._model_name)
+            self.result_of(element, outcome)
             for element, outcome in zip(batch, outcomes, strict=True)
         ]
 
@@ -167,6 +172,62 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """Always: a worker has one set of GPUs, whatever its number of SDK processes."""
         return True
 
+    # For the transforms of this package, which do without run_inference().
+
+    @property
+    def on_error(self) -> OnError:
+        """What becomes of an element without an answer."""
+        return self._on_error
+
+    def request_builder(self, inference_args: dict[str, Any] | None) -> RequestBuilder:
+        """What makes requests of elements."""
+        return RequestBuilder(
+            self._model_name, self._endpoint, inference_args, under_dynamo=self._use_dynamo
+        )
+
+    def client_for(self, model: _VLLMModelServer) -> InferenceClient:
+        """The process's client of this server."""
+        server_id = model.server_id()
+        if self._client is not None and self._client[0] == server_id:
+            return self._client[1]
+        client = client_for(server_id, lambda: self._new_client(model))
+        self._client = (server_id, client)
+        return client
+
+    def result_of(self, element: ElementT, outcome: Outcome) -> PredictionResult:
+        """What comes out for an element."""
+        inference = outcome.response if isinstance(outcome, Answer) else outcome.error
+        return PredictionResult(element, inference, self._model_name)
+
+    def record_outcomes(
+        self,
+        requests: Sequence[PreparedRequest | InferenceError],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Counts the outcomes of requests; for the bundle's thread."""
+        self._to_metrics().record(outcomes)
+        if self._config is not None and self._config.uses_kv_router:
+            _reuse.watch().note(requests, outcomes)
+
+    def record_events(self, model: _VLLMModelServer) -> None:
+        """Counts what happened to the server meanwhile; for the bundle's thread."""
+        restarts, migrations = model.take_events()
+        self._to_metrics().record_restarts(restarts)
+        self._to_metrics().record_migrations(migrations)
+
+    def record_number(self, inferences: int) -> None:
+        """Counts inferences where RunInference does not; for the bundle's thread."""
+        self._to_metrics().record_number(inferences)
+
+    def record_load(self, took_ms: int) -> None:
+        """Records the start of a server where RunInference does not; for the bundle's thread."""
+        self._to_metrics().record_load(took_ms)
+
+    def _to_metrics(self) -> _metrics.InferenceMetrics:
+        if self._recorded is None:
+            self._recorded = _metrics.InferenceMetrics()
+        return self._recorded
+
     def _runtime(self) -> Runtime:
         template = _read_template(self._chat_template_path)
         env = {**os.environ, **self._env_vars}
@@ -185,23 +246,9 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             env=env,
         )
 
-    def _client_for(self, model: _VLLMModelServer) -> InferenceClient:
-        server_id = model.server_id()
-        if self._client is not None and self._client[0] == server_id:
-            return self._client[1]
-        client = client_for(server_id, lambda: self._new_client(model))
-        self._client = (server_id, client)
-        return client
-
     def _new_client(self, model: _VLLMModelServer) -> InferenceClient:
         window = self._max_in_flight or model.window()
         return InferenceClient(model.endpoint, window, self._limits)
-
-    def _record(self, outcomes: Sequence[Outcome], model: _VLLMModelServer) -> None:
-        if self._recorded is None:
-            self._recorded = _metrics.InferenceMetrics()
-        self._recorded.record(outcomes)
-        self._recorded.record_restarts(model.take_restarts())
 
     def _native_window(self) -> int:
         replicas = positive_int_argument(
@@ -244,10 +291,6 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         else:
             number = f'{len(config.engines)} engines' if len(config.engines) > 1 else '1 engine'
         return f'Dynamo, {number}, {config.router_mode}'
-
-
-def _inference(outcome: Outcome) -> object:
-    return outcome.response if isinstance(outcome, Answer) else outcome.error
 
 
 def _config(

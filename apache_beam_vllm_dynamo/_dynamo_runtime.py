@@ -102,6 +102,12 @@ class _DynamoLocalRuntime:
         """What is known of each child."""
         return tuple(service.status for service in self._services)
 
+    def migrations(self) -> int | None:
+        """How many requests have moved to another engine, as the frontend counts them."""
+        with self._lock:
+            stack = self._stack
+        return None if stack is None else _probes.migrations(stack.addresses.frontend_port)
+
     def close(self, reason: str = 'closed') -> None:
         """Stops engines, frontend, broker and etcd, in this order, and removes the directory.
 

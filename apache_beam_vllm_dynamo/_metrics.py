@@ -29,9 +29,13 @@ class InferenceMetrics:
         self._completion_tokens = Metrics.counter(NAMESPACE, 'completion_tokens')
         self._retries = Metrics.counter(NAMESPACE, 'retried_requests')
         self._restarts = Metrics.counter(NAMESPACE, 'engine_restarts')
+        self._migrations = Metrics.counter(NAMESPACE, 'migrated_requests')
         self._latency = Metrics.distribution(NAMESPACE, 'request_latency_ms')
         self._queue_time = Metrics.distribution(NAMESPACE, 'request_queue_time_ms')
         self._wall_clock = Metrics.distribution(NAMESPACE, 'inference_wall_clock_ms')
+        # RunInference's own, by its names, for the transform that does without it.
+        self._number = Metrics.counter(NAMESPACE, 'num_inferences')
+        self._load = Metrics.distribution(NAMESPACE, 'load_model_latency_milli_secs')
 
     def record(self, outcomes: Iterable[Outcome]) -> None:
         """Records the outcomes of one batch; to be called on the bundle's thread."""
@@ -39,7 +43,7 @@ class InferenceMetrics:
             if outcome.retried:
                 self._retries.inc(len(outcome.retried))
             if isinstance(outcome, Answer):
-                self._record_tokens(outcome.response)
+                self._record_response(outcome.response)
                 self._latency.update(round(outcome.latency_s * 1000))
                 self._queue_time.update(round(outcome.queue_s * 1000))
                 self._wall_clock.update(outcome.completed_at_ms)
@@ -51,7 +55,22 @@ class InferenceMetrics:
         if restarts:
             self._restarts.inc(restarts)
 
-    def _record_tokens(self, response: Response) -> None:
+    def record_migrations(self, migrations: int) -> None:
+        """Records requests that moved to another engine; to be called on the bundle's thread."""
+        if migrations:
+            self._migrations.inc(migrations)
+
+    def record_number(self, inferences: int) -> None:
+        """Counts inferences under the name that RunInference uses."""
+        self._number.inc(inferences)
+
+    def record_load(self, took_ms: int) -> None:
+        """Records the start of a server under the name that RunInference uses."""
+        self._load.update(took_ms)
+
+    def _record_response(self, response: Response) -> None:
+        for choice in response.choices:
+            Metrics.counter(NAMESPACE, f'finish_reason_{_reason(choice.finish_reason)}').inc()
         usage = response.usage
         if usage is None:
             return
@@ -60,3 +79,8 @@ class InferenceMetrics:
         details = usage.prompt_tokens_details
         if details is not None and details.cached_tokens:
             self._cached_tokens.inc(details.cached_tokens)
+
+
+def _reason(said: str | None) -> str:
+    # A server may leave the reason out, or have one of its own.
+    return said or 'unknown'

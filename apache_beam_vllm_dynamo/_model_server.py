@@ -6,12 +6,17 @@ proxy of it, through which only its public methods can be called, with values th
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 import uuid
 import weakref
 from typing import Protocol
 
 from apache_beam_vllm_dynamo._restart import ChildStatus
+
+# Reading the frontend's metrics takes it and the reader a millisecond each.
+MIGRATIONS_EVERY_S = 0.25
 
 
 class Runtime(Protocol):
@@ -29,6 +34,9 @@ class Runtime(Protocol):
 
     def statuses(self) -> tuple[ChildStatus, ...]:
         """What is known of each process."""
+
+    def migrations(self) -> int | None:
+        """How many requests have moved to another engine; ``None`` where that is not known now."""
 
     def close(self, reason: str = 'closed') -> None:
         """Ends all processes."""
@@ -64,6 +72,8 @@ class _VLLMModelServer:
         self._id = uuid.uuid4().hex
         self._lock = threading.Lock()
         self._counted_restarts = 0
+        self._counted_migrations = 0
+        self._asked_migrations_at = -math.inf
         # Registered before the start, which takes minutes in which the process may exit.
         self._finalizer = weakref.finalize(self, runtime.close, 'its model was dropped')
         try:
@@ -99,6 +109,29 @@ class _VLLMModelServer:
         with self._lock:
             new, self._counted_restarts = restarts - self._counted_restarts, restarts
         return new
+
+    def take_migrations(self) -> int:
+        """How many requests moved to another engine since anybody asked last.
+
+        The frontend is asked at most every quarter of a second; those in between are counted
+        with the next answer.
+        """
+        with self._lock:
+            now = time.monotonic()
+            if now - self._asked_migrations_at < MIGRATIONS_EVERY_S:
+                return 0
+            self._asked_migrations_at = now
+        total = self._runtime.migrations()
+        if total is None:
+            return 0
+        with self._lock:
+            counted, self._counted_migrations = self._counted_migrations, total
+        # A frontend that was replaced counts from 0.
+        return total - counted if total >= counted else total
+
+    def take_events(self) -> tuple[int, int]:
+        """Both of the above in one call, for each costs a trip between processes."""
+        return self.take_restarts(), self.take_migrations()
 
     def close(self) -> None:
         """Ends the server and everything that it started; closing twice is no error."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
@@ -15,9 +14,10 @@ from apache_beam_vllm_dynamo import _probes
 from apache_beam_vllm_dynamo._addresses import free_ports
 from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo._commands import native_server_command
+from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._process import stop_all
-from apache_beam_vllm_dynamo._readiness import await_probe, private_directory, with_free_addresses
+from apache_beam_vllm_dynamo._readiness import await_probe, with_free_addresses
 from apache_beam_vllm_dynamo._restart import ChildStatus
 from apache_beam_vllm_dynamo._service import Service, ServiceSpec
 from apache_beam_vllm_dynamo._supervisor import Supervisor
@@ -60,7 +60,7 @@ class NativeVLLMRuntime:
         self._lock = threading.Lock()
         self._service: Service | None = None
         self._supervisor: Supervisor | None = None
-        self._directory: Path | None = None
+        self._directory: PrivateDirectory | None = None
         self._port: int | None = None
 
     def start(self) -> None:
@@ -89,6 +89,10 @@ class NativeVLLMRuntime:
         """What is known of the server."""
         return (self._service.status,) if self._service is not None else ()
 
+    def migrations(self) -> int:
+        """None: there is one server."""
+        return 0
+
     def close(self, reason: str = 'closed') -> None:
         """Stops the server; takes at most ``stop_timeout_s`` and five seconds more."""
         with self._lock:
@@ -101,13 +105,13 @@ class NativeVLLMRuntime:
             stop_all([self._service.process], reason)
             self._service.stopped()
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
 
     def _start_once(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
         try:
-            self._directory = private_directory()
-            service = self._service = self._launch(self._directory)
+            self._directory = PrivateDirectory.make()
+            service = self._service = self._launch(self._directory.path)
             await_probe(service, [service], deadline, self._start_timeout_s)
         except BaseException as error:
             self.close(f'the start failed: {type(error).__name__}')
@@ -146,6 +150,7 @@ class NativeVLLMRuntime:
                 self._stop_timeout_s,
                 self._start_timeout_s,
                 liveness=partial(_probes.healthy, port),
+                scratch=os.fspath(directory),
             )
         )
         self._service = service

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import http.client
 import json
+import re
 import urllib.parse
 from http import HTTPStatus
 from typing import Any
@@ -19,6 +20,8 @@ from apache_beam_vllm_dynamo._addresses import LOOPBACK
 PROBE_TIMEOUT_S = 2.0  # a healthy server on loopback answers in milliseconds, a busy one in tenths
 CANARY_TIMEOUT_S = 60.0  # the first request may compile kernels
 CANARY_PROMPT = 'Hello'
+
+_MIGRATIONS = re.compile(rb'^dynamo_frontend_model_migration_total(?:\{.*\})? (\S+)', re.MULTILINE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +70,29 @@ def frontend_serves(
     if found < engines or not found:
         return Reply(reply.status, problem=f'it routes to {found} of {engines} engines')
     return answers(port, model_name)
+
+
+def routed_engines(
+    port: int, model_name: str, namespace: str, timeout_s: float = PROBE_TIMEOUT_S
+) -> int:
+    """How many engines the frontend routes to; dead ones count until they are noticed."""
+    return _workers(_get(port, _ready_path(model_name), timeout_s), namespace)
+
+
+def migrations(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+    """How many requests the frontend has moved to another engine; ``None`` without an answer."""
+    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
+    try:
+        connection.request('GET', '/metrics')
+        response = connection.getresponse()
+        text = response.read()
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()
+    if response.status != HTTPStatus.OK:
+        return None
+    return round(sum(map(float, _MIGRATIONS.findall(text))))
 
 
 def answers(port: int, model_name: str) -> Reply | None:
