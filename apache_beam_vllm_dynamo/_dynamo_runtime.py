@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -18,12 +17,12 @@ from apache_beam_vllm_dynamo._addresses import allocate
 from apache_beam_vllm_dynamo._commands import Command, Stack
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
+from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._process import stop_all
 from apache_beam_vllm_dynamo._readiness import (
     await_engines,
     await_probe,
-    private_directory,
     with_free_addresses,
 )
 from apache_beam_vllm_dynamo._restart import ChildStatus
@@ -66,7 +65,7 @@ class _DynamoLocalRuntime:
         self._services: list[Service] = []
         self._stack: Stack | None = None
         self._supervisor: Supervisor | None = None
-        self._directory: Path | None = None
+        self._directory: PrivateDirectory | None = None
 
     def start(self) -> None:
         """Starts everything and returns when requests can be sent.
@@ -123,14 +122,14 @@ class _DynamoLocalRuntime:
             supervisor.end()
         self._stop_services(reason)
         if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)
+            directory.remove()
 
     def _start_once(self) -> None:
         deadline = time.monotonic() + self._config.start_timeout_secs
         self._services = []
         try:
-            self._directory = private_directory()
-            stack = self._plan(self._directory)
+            self._directory = PrivateDirectory.make()
+            stack = self._plan(self._directory.path)
             helpers = self._start_helpers(stack, deadline)
             engines = self._start_frontend_and_engines(stack, helpers)
             self._await_ready(engines, deadline)
@@ -227,6 +226,7 @@ class _DynamoLocalRuntime:
             start_bound_s,
             devices,
             liveness,
+            os.fspath(self._directory.path) if self._directory is not None else None,
         )
         service = Service(spec, needs)
         self._services.append(service)
