@@ -76,7 +76,7 @@ class LoopThread:
         self._thread.start()
         started.wait()
         # A daemon thread that still runs while the interpreter goes down leaves noise.
-        atexit.register(self._stop)
+        atexit.register(self._stop_at_exit)
 
     def _run(self, loop: asyncio.AbstractEventLoop, started: threading.Event) -> None:
         asyncio.set_event_loop(loop)
@@ -96,11 +96,18 @@ class LoopThread:
             asyncio.set_event_loop(None)
             loop.close()
 
+    def _stop_at_exit(self) -> None:
+        if self._pid == os.getpid():  # in a fork the lock may be held for ever
+            # A client that is dropped at this moment may be about to stop it, too; a loop that
+            # is stopped twice does not get to close its connections.
+            with self._lock:
+                self._stop()
+
     def _stop(self) -> None:
         thread, loop = self._thread, self._loop
         if thread is None or loop is None or self._pid != os.getpid():
             return
-        atexit.unregister(self._stop)
+        atexit.unregister(self._stop_at_exit)
         if thread.is_alive():
             loop.call_soon_threadsafe(loop.stop)
             thread.join(_STOP_TIMEOUT_S)

@@ -176,6 +176,31 @@ def test_a_process_that_ends_with_an_open_client_is_quiet(server: FakeServer) ->
     assert 'imported' in ended.stderr
 
 
+def test_a_client_dropped_while_the_process_ends_is_quiet() -> None:
+    program = (
+        'import asyncio, sys, threading\n'
+        'from apache_beam_vllm_dynamo import _loop\n'
+        "print('imported', file=sys.stderr)\n"
+        'end, ending = _loop._end, threading.Event()\n'
+        'async def slow_end(session):\n'
+        '    ending.set()\n'
+        '    await asyncio.sleep(0.3)\n'  # in which the other thread lets go
+        '    await end(session)\n'
+        '_loop._end = slow_end\n'
+        'thread = _loop.loop_thread()\n'
+        'loop = thread.acquire()\n'
+        'def let_go():\n'
+        '    ending.wait()\n'
+        '    thread.release(loop)\n'
+        'threading.Thread(target=let_go, daemon=True).start()\n'
+    )
+    ended = subprocess.run(
+        [sys.executable, '-c', program], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert 'imported' in ended.stderr
+    assert (ended.returncode, ended.stderr.partition('imported\n')[2]) == (0, '')
+
+
 def test_importing_starts_no_thread_and_registers_nothing() -> None:
     program = (
         'import threading, sys\n'
