@@ -26,7 +26,7 @@ from apache_beam_vllm_dynamo.errors import StartError
 _LOGGER = logging.getLogger(__name__)
 
 _GPU_NAME = re.compile(r'\d+|(GPU|MIG)-\S+')
-_FIRST_GPU = Path('/dev/nvidia0')
+_DEVICE_FILES = Path('/dev')  # nvidia0 and so on; a container is given those of its own GPUs
 NVIDIA_SMI_TIMEOUT_S = 30  # a driver that is still loading answers after some seconds
 
 
@@ -50,7 +50,7 @@ def look_up_topology(env: Mapping[str, str]) -> Topology:
     visible = env.get('CUDA_VISIBLE_DEVICES')
     if visible is not None:
         return Topology(_visible_names(visible), cores)
-    return Topology(_gpus_by_nvidia_smi(), cores)
+    return Topology(_gpus_by_nvidia_smi(env.get('PATH')), cores)
 
 
 def place(config: DynamoRuntimeConfig, topology: Topology) -> DynamoRuntimeConfig:
@@ -176,11 +176,11 @@ def _share_cores(
     )
 
 
-def _gpus_by_nvidia_smi() -> tuple[str, ...] | None:
-    program = shutil.which('nvidia-smi')
+def _gpus_by_nvidia_smi(search_path: str | None) -> tuple[str, ...] | None:
+    program = shutil.which('nvidia-smi', path=search_path)
     if program is None:
         # Some containers have the driver without its tool; then CUDA itself has to say no.
-        return None if _FIRST_GPU.exists() else ()
+        return None if any(_DEVICE_FILES.glob('nvidia[0-9]*')) else ()
     try:
         listed = subprocess.run(
             (program, '--query-gpu=index', '--format=csv,noheader'),

@@ -253,18 +253,29 @@ def test_gpus_are_counted_by_nvidia_smi_where_nothing_names_them(
     assert look_up_topology({}).gpus == gpus
 
 
-@pytest.mark.parametrize(('driver', 'gpus'), [(True, None), (False, ())], ids=['driver', 'none'])
+def test_the_tool_is_looked_for_on_the_path_of_the_given_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / 'nvidia-smi'
+    program.write_text('#!/bin/sh\nprintf "0\\n"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv('PATH', '/nowhere')
+    assert look_up_topology({'PATH': os.fspath(tmp_path)}).gpus == ('0',)
+
+
+@pytest.mark.parametrize(
+    ('device', 'gpus'),
+    [('nvidia0', None), ('nvidia3', None), ('nvidiactl', ())],
+    ids=['first', 'another', 'none'],
+)
 def test_a_driver_without_its_tool_leaves_the_gpus_uncounted(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    *,
-    driver: bool,
+    device: str,
     gpus: tuple[str, ...] | None,
 ) -> None:
-    device = tmp_path / 'nvidia0'
-    if driver:
-        device.touch()
-    monkeypatch.setattr(_placement, '_FIRST_GPU', device)
+    (tmp_path / device).touch()
+    monkeypatch.setattr(_placement, '_DEVICE_FILES', tmp_path)
     monkeypatch.setenv('PATH', os.fspath(tmp_path))
     assert look_up_topology({}).gpus == gpus
 
