@@ -107,8 +107,8 @@ class ManagedProcess:
 
     All methods may be called from any thread of the process that made the object. Time
     budgets: :meth:`stop` takes at most ``stop_grace_s + KILL_BOUND_S`` seconds, :meth:`kill`
-    at most ``KILL_BOUND_S``; only where the shim itself does not answer
-    ``2 * SWEEP_BOUND_S`` come on top.
+    at most ``KILL_BOUND_S``, :meth:`start` at most ``START_BOUND_S``; only where the shim
+    itself does not answer ``2 * SWEEP_BOUND_S`` come on top.
 
     Args:
       spec: What to run.
@@ -125,12 +125,13 @@ class ManagedProcess:
         self._run: _Run | None = None
 
     def start(self, hold_fds: Sequence[int] = ()) -> None:
-        """Starts the command and returns once it is running; at most ``START_BOUND_S``.
+        """Starts the command and returns once it is running.
 
         Args:
           hold_fds: Descriptors that the shim keeps open until the last descendant is gone,
             e.g. with an flock on them. The command does not get them. An flock outlives
-            the caller's own copies, which it may close as soon as this returns.
+            the caller's own copies, which it may close as soon as this returns; only where
+            the shim is killed, it ends before the rest is swept.
 
         Raises:
           MissingDependencyError: The command cannot be executed.
