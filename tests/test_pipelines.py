@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import pickle
 from collections.abc import Iterator, Sequence
@@ -227,16 +228,19 @@ def test_sdk_processes_of_a_machine_share_one_server() -> None:
     options = PipelineOptions(
         ['--runner=FnApiRunner', '--direct_running_mode=multi_processing', '--direct_num_workers=2']
     )
+    inference_args = {'max_tokens': 1, 'extra_body': {'nvext': {'extra_fields': ['worker_id']}}}
     with beam.Pipeline(options=options) as pipeline:
-        servers = (
+        answers = (
             pipeline
             | beam.Create(PROMPTS)
             | beam.Reshuffle()
-            | RunInference(completions(1, max_batch_size=4), inference_args={'max_tokens': 1})
-            | beam.Map(lambda result: result.inference.id is not None)
-            | beam.combiners.Count.PerElement()
+            | RunInference(completions(1, max_batch_size=4), inference_args=inference_args)
+            | beam.Map(lambda result: json.dumps(result.inference.nvext['worker_id']))
         )
-        assert_that(servers, equal_to([(True, len(PROMPTS))]))
+        count = answers | beam.combiners.Count.Globally()
+        engines = answers | beam.Distinct() | 'engines' >> beam.combiners.Count.Globally()
+        assert_that(count, equal_to([len(PROMPTS)]), label='every prompt')
+        assert_that(engines, equal_to([1]), label='one engine')
     assert pids_of_children() == set()
 
 
