@@ -103,6 +103,15 @@ class RestartTracker:
         self.restarts += 1
         return Restart(self._policy.backoff_s(self.consecutive_failures))
 
+    def excused(self) -> Restart:
+        """Notes a failure that something else is to blame for: it is not counted.
+
+        A child that has lost what it needs would otherwise use up its tries on that.
+        """
+        self._up_since = None
+        self.restarts += 1
+        return Restart(self._policy.initial_backoff_s)
+
 
 class ChildState(enum.StrEnum):
     """Where a child is in its life."""

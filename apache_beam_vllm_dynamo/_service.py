@@ -12,26 +12,32 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from apache_beam_vllm_dynamo._diagnosis import diagnose
 from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
 from apache_beam_vllm_dynamo._restart import (
     ChildState,
     ChildStatus,
+    Decision,
     GiveUp,
     RestartPolicy,
     RestartTracker,
 )
 from apache_beam_vllm_dynamo.errors import ChildExitedError, RuntimeFailedError, StartError
 
+T = TypeVar('T')
+
 _LOGGER = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0  # of a service that serves; a start is probed at every look
-# Together about 15 s: a hung engine delays its requests by that, and a server starved of CPU
+# Together about 11 s: a hung engine delays its requests by that, and a server starved of CPU
 # for shorter must not lose its cache and its requests for it.
-SILENT_PROBES = 4
+SILENT_PROBES = 3
 LIVENESS_TIMEOUT_S = 3.0
+ADDRESS_TAKEN = 'address in use'
+UNHEALTHY_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
+LOG_LOOK_INTERVAL_S = 1.0  # of a start: to search the end of a log takes milliseconds
 
 RESTART_POLICY = RestartPolicy(
     max_consecutive_failures=5,  # with the back-off, half a minute of trying beside the starts
@@ -52,10 +58,16 @@ class Answer(Protocol):
 class Probes(Protocol):
     """What runs probes elsewhere."""
 
-    def submit(
-        self, ask: Callable[[float], Answer | None], timeout_s: float
-    ) -> Future[Answer | None]:
+    def submit(self, ask: Callable[[float], T], timeout_s: float) -> Future[T]:
         """Asks soon, and gives the answer later."""
+
+
+class Need(Protocol):
+    """What a service cannot be started without."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is there at present."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +80,7 @@ class ServiceSpec:
       env: The whole environment; kept out of ``repr``.
       probe: Asks whether it serves, waiting at most so many seconds; ``None`` when it does,
         else what it answered. It is called on threads of the runtime.
+      scratch: See ``ChildSpec``.
       liveness: A lighter question for while it serves, where silence is what matters;
         ``probe`` itself where there is none.
       stop_grace_s: How long it may take to end by itself, in seconds.
@@ -83,6 +96,7 @@ class ServiceSpec:
     start_bound_s: float
     devices: tuple[str, ...] = ()
     liveness: Callable[[float], Answer | None] | None = None
+    scratch: str | None = None
 
 
 class Service:
@@ -94,17 +108,21 @@ class Service:
       spec: What fills the place.
       needs: Services that must serve before this one is started again.
       hold_fds: Descriptors held open until its processes are gone, see ``ManagedProcess``.
+      renew: Gives the spec of the next start; its argument is whether an address of the last
+        one was taken by others. Without it each start is like the first.
       clock: Seconds that only ever grow.
     """
 
     def __init__(
         self,
         spec: ServiceSpec,
-        needs: Sequence[Service] = (),
+        needs: Sequence[Need] = (),
         hold_fds: Sequence[int] = (),
+        renew: Callable[[bool], ServiceSpec] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.spec = spec
+        self._renew = renew
         self.status = ChildStatus(spec.label, devices=spec.devices)
         self.process: ManagedProcess | None = None
         self._needs = tuple(needs)
@@ -115,6 +133,10 @@ class Service:
         self._started_at = 0.0
         self._next_probe_at = 0.0
         self._silent_probes = 0
+        self._well_at = 0.0
+        self._served_before = False
+        self._last_cause = ''  # of the start that failed last
+        self._next_log_look_at = 0.0
         self._probing: Future[Answer | None] | None = None
 
     @property
@@ -129,7 +151,13 @@ class Service:
           StartError: It could not be started.
         """
         spec = self.spec
-        child = ChildSpec(spec.label, spec.argv, spec.env, stop_grace_s=spec.stop_grace_s)
+        child = ChildSpec(
+            spec.label,
+            spec.argv,
+            spec.env,
+            stop_grace_s=spec.stop_grace_s,
+            scratch=spec.scratch,
+        )
         self.process = ManagedProcess(child)
         self._started_at = self._clock()
         self._silent_probes = 0
@@ -156,6 +184,9 @@ class Service:
     def came_up(self) -> None:
         """Notes that it serves from now on."""
         self._tracker.came_up()
+        self._served_before = True
+        self._last_cause = ''
+        self._well_at = self._clock()
         self._become(ChildState.SERVING)
 
     def tick(self, probes: Probes) -> None:
@@ -169,25 +200,41 @@ class Service:
         """
         state = self.status.state
         if state is ChildState.RESTARTING:
-            if self._clock() >= self._restart_at and all(need.serves for need in self._needs):
+            if self._clock() >= self._restart_at and self._has_needs():
                 self._start_again()
         elif state in (ChildState.STARTING, ChildState.SERVING):
             exit_status = self.process.poll() if self.process is not None else None
             if exit_status is not None:
-                self._failed(f'ended: {exit_status}')
+                self._failed(f'ended: {exit_status}', starting=state is ChildState.STARTING)
             else:
                 self._look_at_probe(probes)
+
+    def replace(self, problem: str) -> None:
+        """Kills what is there, which looks well from near, and starts it again.
+
+        Args:
+          problem: What is wrong with it.
+
+        Raises:
+          RuntimeFailedError: Starting it again is given up.
+        """
+        self._kill_hung(problem)
 
     def stopped(self) -> None:
         """Notes that it was stopped on purpose."""
         self._become(ChildState.STOPPED)
 
+    def _has_needs(self) -> bool:
+        return all(need.serves for need in self._needs)
+
     def _start_again(self) -> None:
+        if self._renew is not None:
+            self.spec = self._renew(self._last_cause == ADDRESS_TAKEN)
         try:
             self.launch()
         except StartError as error:
             self._become(ChildState.STARTING)
-            self._failed(str(error))
+            self._failed(str(error), starting=True)
 
     def _look_at_probe(self, probes: Probes) -> None:
         starting = self.status.state is ChildState.STARTING
@@ -202,38 +249,58 @@ class Service:
         self._next_probe_at = self._clock() + (0.0 if starting else PROBE_INTERVAL_S)
         if found is None:
             self._silent_probes = 0
+            self._well_at = self._clock()
             if starting:
                 self.came_up()
         elif starting:
-            if self._clock() - self._started_at > self.spec.start_bound_s:
-                self._kill_hung(f'did not serve within {self.spec.start_bound_s:.0f} s: {found}')
+            self._look_at_start(found)
         elif found.status is None:
             self._silent_probes += 1
             if self._silent_probes >= SILENT_PROBES:
                 self._kill_hung(f'does not answer: {found}')
         else:
             self._silent_probes = 0
+            if self._clock() - self._well_at > UNHEALTHY_BOUND_S:
+                self._kill_hung(f'says for {UNHEALTHY_BOUND_S:.0f} s that it is not well: {found}')
+
+    def _look_at_start(self, found: Answer) -> None:
+        now = self._clock()
+        if now - self._started_at > self.spec.start_bound_s:
+            self._kill_hung(f'did not serve within {self.spec.start_bound_s:.0f} s: {found}')
+        elif now >= self._next_log_look_at:
+            self._next_log_look_at = now + LOG_LOOK_INTERVAL_S
+            # An engine whose health port is taken says so, lives on and never becomes healthy.
+            if diagnose(self.log_tail()).retry == 'other_addresses':
+                self._kill_hung('could not listen on its port')
 
     def _kill_hung(self, problem: str) -> None:
         assert self.process is not None
+        starting = self.status.state is ChildState.STARTING
         self._become(ChildState.HUNG, error=problem)
         self.process.kill(problem)
-        self._failed(problem)
+        self._failed(problem, starting=starting)
 
-    def _failed(self, problem: str) -> None:
+    def _failed(self, problem: str, *, starting: bool) -> None:
         tail = self.log_tail()
         diagnosis = diagnose(tail)
-        # What served before worked with these settings, so that its end is a crash whatever
-        # its log says.
-        hopeless = self.status.state is ChildState.STARTING and diagnosis.retry == 'never'
-        decision = self._tracker.failed()
+        if not self._has_needs():
+            decision: Decision = self._tracker.excused()
+        else:
+            decision = self._tracker.failed()
+        # What served before worked with these settings, so that its end is a crash whatever its
+        # log says, and a cause of its next start may still pass, but not the same one twice.
+        hopeless = (
+            starting
+            and diagnosis.retry == 'never'
+            and (not self._served_before or self._last_cause == diagnosis.cause)
+        )
+        self._last_cause = diagnosis.cause if starting else ''
         if hopeless or isinstance(decision, GiveUp):
-            why = diagnosis.cause if hopeless or not isinstance(decision, GiveUp) else ''
             reason = f'{self.spec.label} {problem}'
             if isinstance(decision, GiveUp):
                 reason += f'; {decision.reason}'
-            if why:
-                reason += f' ({why})'
+            elif diagnosis.cause:
+                reason += f' ({diagnosis.cause})'
             if diagnosis.hint:
                 reason += f'. {diagnosis.hint}'
             self._become(ChildState.FAILED, error=problem)

@@ -8,15 +8,24 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from apache_beam_vllm_dynamo._restart import ChildState, ChildStatus
-from apache_beam_vllm_dynamo._service import Answer, Service
+from apache_beam_vllm_dynamo._service import Probes, Service
 from apache_beam_vllm_dynamo.errors import RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
 
+T = TypeVar('T')
+
 LOOK_INTERVAL_S = 0.1  # what a death costs before its replacement starts
+
+
+class Watch(Protocol):
+    """What looks at several services together."""
+
+    def tick(self, probes: Probes) -> None:
+        """Looks once and does what is due; like ``Service.tick``."""
 
 
 class Prober:
@@ -33,9 +42,9 @@ class Prober:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, ask: Callable[[float], Answer | None], timeout_s: float) -> Future[Any]:
+    def submit(self, ask: Callable[[float], T], timeout_s: float) -> Future[T]:
         """Asks soon; the result is what ``ask`` finds."""
-        future: Future[object] = Future()
+        future: Future[Any] = Future()
         self._questions.put((future, partial(ask, timeout_s)))
         return future
 
@@ -60,10 +69,14 @@ class Supervisor:
     Args:
       services: In the order of their start.
       name: What the thread is called.
+      watches: What looks at several of them together.
     """
 
-    def __init__(self, services: Sequence[Service], name: str) -> None:
+    def __init__(
+        self, services: Sequence[Service], name: str, watches: Sequence[Watch] = ()
+    ) -> None:
         self._services = tuple(services)
+        self._watches = tuple(watches)
         self._ended = threading.Event()
         self._failure: RuntimeFailedError | None = None
         self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
@@ -88,11 +101,12 @@ class Supervisor:
             self._thread.join()
 
     def _watch(self) -> None:
-        probers = [Prober(f'{self._thread.name} probe {s.spec.label}') for s in self._services]
+        watched: list[Watch] = [*self._services, *self._watches]
+        probers = [Prober(f'{self._thread.name} probe {i}') for i in range(len(watched))]
         try:
             while not self._ended.wait(LOOK_INTERVAL_S):
-                for service, prober in zip(self._services, probers, strict=True):
-                    service.tick(prober)
+                for watch, prober in zip(watched, probers, strict=True):
+                    watch.tick(prober)
         except RuntimeFailedError as error:
             self._give_up(error)
         except Exception as error:
