@@ -85,6 +85,27 @@ class Addresses:
         return self.directory / 'discovery'
 
 
+def move_frontend(addresses: Addresses) -> Addresses:
+    """The same with another port for the frontend."""
+    return dataclasses.replace(addresses, frontend_port=free_ports(1)[0])
+
+
+def move_etcd(addresses: Addresses) -> Addresses:
+    """The same with other ports for etcd."""
+    client, peer = free_ports(2)
+    return dataclasses.replace(addresses, etcd_client_port=client, etcd_peer_port=peer)
+
+
+def move_engine(addresses: Addresses, index: int) -> Addresses:
+    """The same with other ports for one engine, counted from 0."""
+    engines = list(addresses.engines)
+    system, side_channel = free_ports(2)
+    engines[index] = dataclasses.replace(
+        engines[index], system_port=system, side_channel_port=side_channel
+    )
+    return dataclasses.replace(addresses, engines=tuple(engines))
+
+
 def allocate(
     directory: Path,
     num_engines: int,

@@ -62,6 +62,13 @@ def pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[io
     return ends
 
 
+def keep_from_forks(file: io.FileIO) -> None:
+    """Has a fork of this process close its copy of ``file``, for a lock on it is not its own."""
+    _guard_forks()
+    with _fork_lock:
+        _files.add(file)
+
+
 @functools.cache
 def _guard_forks() -> None:
     """Registers the hooks, once, and at the first start: an import must change nothing."""

@@ -34,6 +34,15 @@ ENGINE_LOG_FILTER = 'info,tower_http=off'
 # 40 ms, and the frontend holds the answers back for it. With one at a time nothing waits.
 TCP_REQUESTS_PER_CONNECTION = 1
 
+# How long an engine may be silent with a request under way before the request moves to another.
+# A hung engine is found by its health and killed much sooner, which moves its requests too; this
+# is for one that answers there and nowhere else. A long prompt in a queue is silent for long.
+STREAM_TIMEOUT_SECS = 300
+
+# How long a dead engine stays listed. Requests find out sooner; the router's picture does not.
+# etcd is given up and restarted within seconds, so the engines' leases outlast that too.
+LEASE_SECS = 5
+
 # Block hashes must agree between the processes of one runtime, or no prefix ever matches.
 HASH_SEED = '0'
 
@@ -116,6 +125,8 @@ def etcd_command(program: str, stack: Stack) -> Command:
         '--initial-advertise-peer-urls', peer,
         '--initial-cluster', f'{name}={peer}',
         '--log-level', 'warn',
+        # Its data is of no use after this start, and a slow disk must cost no engine its lease.
+        '--unsafe-no-fsync',
     )  # fmt: skip
     # etcd reads any of its flags from ETCD_… too.
     return Command(argv, _without(stack.base_env, prefixes=('ETCD_',)))
@@ -147,6 +158,7 @@ def frontend_command(stack: Stack) -> Command:
         stack.python, '-m', 'dynamo.frontend', *render(_merged(arguments, config.frontend_kwargs))
     )  # fmt: skip
     env = _dynamo_environment(stack)
+    env.setdefault('DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS', str(STREAM_TIMEOUT_SECS))
     # At its default level the frontend writes a line for every request.
     env.setdefault('DYN_LOG', 'warn')
     return Command(argv, env)
@@ -259,8 +271,8 @@ def _dynamo_environment(stack: Stack) -> dict[str, str]:
         # Credentials and certificates in it are those of another etcd.
         lease = env.get('ETCD_LEASE_TTL')
         env = _without(env, prefixes=('ETCD_',))
-        if lease is not None:
-            env['ETCD_LEASE_TTL'] = lease
+        if stack.config.discovery == 'etcd':
+            env['ETCD_LEASE_TTL'] = lease or str(LEASE_SECS)
     env.setdefault('DYN_TCP_REQUEST_TIMEOUT', str(TCP_REQUEST_TIMEOUT_SECS))
     env.setdefault('DYN_TCP_CHANNEL_BUFFER', str(TCP_REQUESTS_PER_CONNECTION))
     env |= {

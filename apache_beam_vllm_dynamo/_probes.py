@@ -79,6 +79,25 @@ def routed_engines(
     return _workers(_get(port, _ready_path(model_name), timeout_s), namespace)
 
 
+def routed_ports(
+    port: int, namespace: str, timeout_s: float = PROBE_TIMEOUT_S
+) -> frozenset[int] | None:
+    """The request ports of the engines that the frontend knows; ``None`` without an answer."""
+    reply = _get(port, '/health', timeout_s)
+    listed = _field(reply.body, 'instances')
+    if reply.status != HTTPStatus.OK or not isinstance(listed, list):
+        return None
+    found: set[int] = set()
+    for instance in listed:
+        address = _field(_field(instance, 'transport'), 'tcp')
+        ours = _field(instance, 'namespace') == namespace
+        if ours and _field(instance, 'endpoint') == 'generate' and isinstance(address, str):
+            # HOST:PORT/INSTANCE/NAMESPACE/…
+            number = address.partition('/')[0].rpartition(':')[2]
+            found.update({int(number)} if number.isdigit() else ())
+    return frozenset(found)
+
+
 def migrations(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
     """How many requests the frontend has moved to another engine; ``None`` without an answer."""
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)

@@ -120,7 +120,8 @@ DYNAMO = {
     'PYTHONUNBUFFERED': '1',
     'TMPDIR': '/tmp/beam-x',
 }  # fmt: skip
-OWN_ETCD = {'ETCD_ENDPOINTS': 'http://127.0.0.1:20001'}
+OWN_ETCD = {'ETCD_ENDPOINTS': 'http://127.0.0.1:20001', 'ETCD_LEASE_TTL': '5'}
+FRONTEND = {'DYN_LOG': 'warn', 'DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS': '300'}
 HASH_SEED = {'PYTHONHASHSEED': '0'}
 
 
@@ -196,7 +197,7 @@ def test_the_frontend_of_each_mode(mode: str) -> None:
         *ETCD, *router, '--migration-limit', '3',
     )  # fmt: skip
     seed = HASH_SEED if config.uses_kv_router else {}
-    assert command.env == DYNAMO | OWN_ETCD | seed | {'DYN_LOG': 'warn'}
+    assert command.env == DYNAMO | OWN_ETCD | seed | FRONTEND
 
 
 @pytest.mark.parametrize('index', [0, 1])
@@ -313,7 +314,7 @@ def test_the_etcd_of_a_runtime_listens_on_loopback_and_is_its_own() -> None:
         '/bin/etcd', '--name', 'beam-0', '--data-dir', '/tmp/beam-x/etcd',
         '--listen-client-urls', client, '--advertise-client-urls', client,
         '--listen-peer-urls', peer, '--initial-advertise-peer-urls', peer,
-        '--initial-cluster', f'beam-0={peer}', '--log-level', 'warn',
+        '--initial-cluster', f'beam-0={peer}', '--log-level', 'warn', '--unsafe-no-fsync',
     )  # fmt: skip
     assert command.env == {}
 
@@ -473,7 +474,7 @@ def test_a_variable_that_the_runtime_sets_for_each_engine_cannot_be_set_for_all(
     first, second = (engine_command(stack_of(config), index).env for index in (0, 1))
     differing = {name for name in first if first[name] != second[name]}
     assert 'DYN_SYSTEM_PORT' in differing
-    for name in differing | (OWN_ETCD.keys() | HASH_SEED.keys()):
+    for name in differing | {'ETCD_ENDPOINTS', *HASH_SEED}:
         with pytest.raises(ConfigurationError, match=f'env sets {name}'):
             Spec(env={name: 'x'})
 
