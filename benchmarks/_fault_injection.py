@@ -1,0 +1,193 @@
+"""The faults, and watching a stack until it is whole again."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from apache_beam_vllm_dynamo import _probes
+from apache_beam_vllm_dynamo._etcd import find_etcd
+from apache_beam_vllm_dynamo._restart import ChildStatus
+
+LOOK_INTERVAL_S = 0.05
+RECOVERY_BOUND_S = 120.0
+DOWN_S = 40.0  # longer than the lease, after which engines and frontend end by themselves
+SECOND_KILL_AFTER_S = 1.0
+
+# What an engine does that cannot start: its interpreter ends before it has begun.
+_STILLBORN = """
+import os, sys
+if os.path.exists({flag!r}) and 'dynamo.mocker' in ' '.join(sys.orig_argv):
+    print('the simulated engine is broken', flush=True)
+    os._exit(3)
+"""
+_WAITING_ETCD = """#!/bin/sh
+while [ -e '{flag}' ]; do sleep 0.1; done
+exec '{etcd}' "$@"
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong.
+
+    Attributes:
+      victims: The labels of the processes that it hits.
+      signal: What they get.
+      held_down: Whether they cannot start again meanwhile.
+      survivable: Whether the job must get through it.
+    """
+
+    victims: tuple[str, ...] = ()
+    signal: int = signal.SIGKILL
+    held_down: bool = False
+    survivable: bool = True
+
+
+FAULTS = {
+    'none': Fault(),
+    'engine_killed': Fault(('engine 1 of 4',)),
+    'two_engines_killed': Fault(('engine 1 of 4', 'engine 3 of 4')),
+    'engine_stopped': Fault(('engine 2 of 4',), signal.SIGSTOP),
+    'frontend_killed': Fault(('frontend',)),
+    'event_broker_killed': Fault(('event broker',)),
+    'etcd_killed': Fault(('etcd',)),
+    'etcd_down_40_s': Fault(('etcd',), held_down=True),
+    'engine_dies_on_every_start': Fault(('engine 4 of 4',), held_down=True, survivable=False),
+    'owner_killed': Fault(),  # the parent does it
+}
+
+
+def config_fields(fault: str, down: Path) -> dict[str, Any]:
+    """What the config of a stack needs so that the fault can hold its victims down."""
+    if not FAULTS[fault].held_down:
+        return {}
+    directory = down.parent
+    if 'etcd' in fault:
+        program = directory / 'etcd'
+        etcd = find_etcd(None, os.environ.get('PATH'))
+        program.write_text(_WAITING_ETCD.format(flag=down, etcd=etcd))
+        program.chmod(0o755)
+        return {'etcd_path': program}
+    modules = directory / 'modules'
+    modules.mkdir()
+    (modules / 'sitecustomize.py').write_text(_STILLBORN.format(flag=os.fspath(down)))
+    return {'env': {'PYTHONPATH': os.fspath(modules)}}
+
+
+class Injector:
+    """Waits for its moment, does the damage and watches until the stack is whole again.
+
+    Args:
+      fault: A name of :data:`FAULTS`.
+      down: The file that keeps victims from starting.
+      model: Gives the model once it is there.
+      is_time: Whether the moment has come.
+    """
+
+    def __init__(
+        self,
+        fault: str,
+        down: Path,
+        model: Callable[[], Any],
+        is_time: Callable[[], bool],
+    ) -> None:
+        self._fault = FAULTS[fault]
+        self._down = down
+        self._model = model
+        self._is_time = is_time
+        self._over = threading.Event()
+        self._done = threading.Event()
+        self._recovery_s: float | None = None
+        self._injected_at_ms: int | None = None
+        self._found = ''
+        self._statuses: tuple[ChildStatus, ...] = ()
+
+    def run(self) -> None:
+        """Does it; for a thread of its own."""
+        try:
+            while not self._is_time():
+                if self._over.wait(LOOK_INTERVAL_S):
+                    return
+            if self._fault.victims:
+                self._inject(self._model())
+        finally:
+            self._done.set()
+
+    def finish(self) -> None:
+        """Waits until the stack is whole, or has had its time."""
+        self._over.set()
+        self._done.wait(RECOVERY_BOUND_S + DOWN_S)
+
+    def report(self) -> dict[str, Any]:
+        """What was seen."""
+        return {
+            'injected_at_ms': self._injected_at_ms,
+            'recovery_s': self._recovery_s,
+            'found': self._found,
+            'statuses': [str(status) for status in self._statuses],
+        }
+
+    def _inject(self, model: Any) -> None:
+        before = {status.label: status.pid for status in model.status()}
+        if self._fault.held_down:
+            self._down.touch()
+        self._injected_at_ms = time.time_ns() // 1_000_000
+        started = time.monotonic()
+        for number, label in enumerate(self._fault.victims):
+            if number:
+                time.sleep(SECOND_KILL_AFTER_S)
+            pid = before[label]
+            assert pid is not None
+            os.kill(pid, self._fault.signal)
+        if self._fault.held_down and self._fault.survivable:
+            time.sleep(DOWN_S)
+            self._down.unlink()
+        victims = {label: before[label] for label in self._fault.victims}
+        while time.monotonic() - started < RECOVERY_BOUND_S + DOWN_S:
+            self._statuses = model.status()
+            if not self._fault.survivable:
+                if any(status.state == 'failed' for status in self._statuses):
+                    self._found = 'given up'
+                    return
+            else:
+                self._found = not_whole(model, victims)
+                if not self._found:
+                    self._recovery_s = time.monotonic() - started
+                    return
+            time.sleep(LOOK_INTERVAL_S)
+
+
+def not_whole(model: Any, victims: dict[str, int | None]) -> str:
+    """What is missing until every process serves and exactly the engines are routable."""
+    statuses = model.status()
+    for status in statuses:
+        if status.state != 'serving':
+            return f'{status.label} is {status.state}'
+        if victims.get(status.label) == status.pid:
+            return f'{status.label} was not replaced'
+    engines = sum(status.label.startswith('engine') for status in statuses)
+    runtime = model._runtime  # noqa: SLF001 - the stack's own address and name
+    routed = routable(runtime)
+    return '' if routed == engines else f'{routed} of {engines} engines are routable'
+
+
+def routable(runtime: Any) -> int:
+    """How many engines the frontend routes to."""
+    stack = runtime._stack  # noqa: SLF001
+    if stack is None:
+        return 0
+    return _probes.routed_engines(stack.addresses.frontend_port, stack.model_name, stack.namespace)
+
+
+def clean(directory: Path) -> None:
+    """Removes what the faults needed."""
+    shutil.rmtree(directory, ignore_errors=True)
