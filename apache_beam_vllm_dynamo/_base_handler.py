@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
+from apache_beam.io.filesystem import BeamIOError
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 
 from apache_beam_vllm_dynamo import _metrics, _reuse
 from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
-from apache_beam_vllm_dynamo._checks import positive_int_argument
+from apache_beam_vllm_dynamo._checks import check_seconds, positive_int_argument
 from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
@@ -24,6 +26,7 @@ from apache_beam_vllm_dynamo._requests import (
     RequestBuilder,
     validate_inference_args,
 )
+from apache_beam_vllm_dynamo._reserved import check_native_kwargs
 from apache_beam_vllm_dynamo._responses import Answer, Outcome
 from apache_beam_vllm_dynamo._retry import RequestLimits
 from apache_beam_vllm_dynamo.config import (
@@ -35,6 +38,7 @@ from apache_beam_vllm_dynamo.errors import (
     ConfigurationError,
     InferenceError,
     InferenceFailedError,
+    StartError,
 )
 from apache_beam_vllm_dynamo.messages import ChatElement, CompletionElement, size_bytes
 
@@ -65,6 +69,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         max_wait_secs: float,
         request_timeout_secs: float,
         element_timeout_secs: float,
+        start_timeout_secs: float | None,
         batching: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
@@ -76,6 +81,16 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
                 f'max_in_flight is {max_in_flight!r}; it must be a whole number, 1 or more, or '
                 'None to size it from the engines.'
             )
+        if not isinstance(use_dynamo, bool):
+            raise ConfigurationError(f'use_dynamo is {use_dynamo!r}; it must be True or False.')
+        if chat_template_path is not None and not (
+            isinstance(chat_template_path, str) and chat_template_path
+        ):
+            raise ConfigurationError(
+                f'chat_template_path is {chat_template_path!r}; it must be the path of a file.'
+            )
+        if start_timeout_secs is not None:
+            check_seconds('start_timeout_secs', start_timeout_secs)
         _check_options(options)
         self._model_name = model_name
         self._chat_template_path = chat_template_path
@@ -94,7 +109,13 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             vllm_server_kwargs=vllm_server_kwargs,
             config=dynamo_runtime_config,
             frontend_kwargs=dynamo_frontend_kwargs,
+            start_timeout_secs=start_timeout_secs,
         )
+        if not use_dynamo:
+            check_native_kwargs(self._vllm_server_kwargs, model_name)
+        self._start_timeout_secs = start_timeout_secs or DynamoRuntimeConfig().start_timeout_secs
+        # Beam would write them into the environment of the whole SDK process.
+        self._server_env = _environment(options.pop('env_vars', None) or {})
         super().__init__(**self._with_batch_sizes(batching), **options)
         self._client: tuple[str, InferenceClient] | None = None
         self._recorded: _metrics.InferenceMetrics | None = None
@@ -230,19 +251,18 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
 
     def _runtime(self) -> Runtime:
         template = _read_template(self._chat_template_path)
-        env = {**os.environ, **self._env_vars}
+        env = {**os.environ, **self._server_env}
         if self._config is not None:
             return _DynamoLocalRuntime(
                 self._model_name, self._config, chat_template=template, env=env
             )
-        defaults = DynamoRuntimeConfig()
         return NativeVLLMRuntime(
             self._model_name,
             self._vllm_server_kwargs,
             window=self._native_window(),
             chat_template=template,
-            start_timeout_s=defaults.start_timeout_secs,
-            stop_timeout_s=defaults.stop_timeout_secs,
+            start_timeout_s=self._start_timeout_secs,
+            stop_timeout_s=DynamoRuntimeConfig().stop_timeout_secs,
             env=env,
         )
 
@@ -299,6 +319,7 @@ def _config(
     vllm_server_kwargs: Mapping[str, ServerArgument] | None,
     config: DynamoRuntimeConfig | None,
     frontend_kwargs: Mapping[str, ServerArgument] | None,
+    start_timeout_secs: float | None,
 ) -> DynamoRuntimeConfig | None:
     if not use_dynamo:
         if config is not None or frontend_kwargs is not None:
@@ -308,7 +329,10 @@ def _config(
             )
         return None
     if config is None:
-        return compatible_config(vllm_server_kwargs or {}, frontend_kwargs or {})
+        compatible = compatible_config(vllm_server_kwargs or {}, frontend_kwargs or {})
+        if start_timeout_secs is None:
+            return compatible
+        return dataclasses.replace(compatible, start_timeout_secs=start_timeout_secs)
     if not isinstance(config, DynamoRuntimeConfig):
         raise ConfigurationError(
             f'dynamo_runtime_config is a {type(config).__name__}; it must be a '
@@ -318,6 +342,10 @@ def _config(
         raise ConfigurationError(
             'dynamo_frontend_kwargs and dynamo_runtime_config exclude each other; put the flags '
             'into frontend_kwargs of the config.'
+        )
+    if start_timeout_secs is not None:
+        raise ConfigurationError(
+            'start_timeout_secs is given beside dynamo_runtime_config; set it in the config.'
         )
     if vllm_server_kwargs:
         raise ConfigurationError(
@@ -349,6 +377,21 @@ def _check_options(options: dict[str, Any]) -> None:
 def _read_template(path: str | None) -> str | None:
     if path is None:
         return None
-    with FileSystems.open(path) as file:
-        text = file.read().decode('utf-8')
-    return str(text)
+    try:
+        with FileSystems.open(path) as file:
+            return str(file.read().decode('utf-8'))
+    except (OSError, ValueError, BeamIOError) as error:
+        raise StartError(
+            f'chat_template_path is {path!r}, which cannot be read on this worker: {error}. Give a '
+            'text file at a path that the workers can open, gs://… for example.'
+        ) from error
+
+
+def _environment(env_vars: object) -> dict[str, str]:
+    if not isinstance(env_vars, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, str) for name, value in env_vars.items()
+    ):
+        raise ConfigurationError(
+            'env_vars must be a mapping of variable names to strings; quote numbers.'
+        )
+    return dict(env_vars)

@@ -105,8 +105,8 @@ class _VLLMModelServer:
 
     def take_restarts(self) -> int:
         """How many restarts there were since anybody asked last, for counting each once."""
-        restarts = sum(status.restarts for status in self._runtime.statuses())
         with self._lock:
+            restarts = sum(status.restarts for status in self._runtime.statuses())
             new, self._counted_restarts = restarts - self._counted_restarts, restarts
         return new
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from apache_beam_vllm_dynamo.config import (
     DynamoRuntimeConfig,
     DynamoVLLMEngineSpec,
+    EngineKind,
     EnginesPerWorker,
     engines_on_devices,
 )
@@ -60,14 +61,24 @@ def place(config: DynamoRuntimeConfig, topology: Topology) -> DynamoRuntimeConfi
       StartError: The worker has fewer devices than the config needs.
     """
     if isinstance(config.engines, EnginesPerWorker):
-        config = dataclasses.replace(config, engines=_count_out(config, config.engines, topology))
-    if config.engine_kind == 'gpu' and topology.gpus is not None:
+        engines = _count_out(config, config.engines, topology)
+    elif config.engine_kind == 'gpu' and topology.gpus is not None:
         engines = _as_visible(config.listed_engines, topology.gpus)
-        config = dataclasses.replace(config, engines=engines)
+    else:
+        engines = config.listed_engines
     if config.engine_kind == 'cpu':
-        engines = _share_cores(config.listed_engines, topology.cores)
-        config = dataclasses.replace(config, engines=engines)
-    return config
+        engines = _share_cores(engines, topology.cores)
+    own = tuple(_with_own_devices(spec, config.engine_kind) for spec in engines)
+    return dataclasses.replace(config, engines=own)
+
+
+def _with_own_devices(spec: DynamoVLLMEngineSpec, kind: EngineKind) -> DynamoVLLMEngineSpec:
+    """Without the devices that an engine of another kind would use."""
+    return dataclasses.replace(
+        spec,
+        gpu_devices=spec.gpu_devices if kind == 'gpu' else (),
+        cpu_cores=spec.cpu_cores if kind == 'cpu' else (),
+    )
 
 
 def _count_out(
@@ -123,13 +134,8 @@ def _visible_names(visible: str) -> tuple[str, ...]:
 def _as_visible(
     engines: Sequence[DynamoVLLMEngineSpec], gpus: Sequence[str]
 ) -> tuple[DynamoVLLMEngineSpec, ...]:
-    """Names each engine's GPUs as the worker does.
-
-    An ordinal counts the GPUs that the worker may use, unless all are among their names.
-    """
+    """Names each engine's GPUs as the worker does; an ordinal counts those that it may use."""
     asked = [device for spec in engines for device in spec.gpu_devices]
-    if set(asked) <= set(gpus):
-        return tuple(engines)
     beyond = [device for device in asked if device.isdigit() and int(device) >= len(gpus)]
     hidden = [device for device in asked if not device.isdigit() and _is_hidden(device, gpus)]
     if beyond or hidden:

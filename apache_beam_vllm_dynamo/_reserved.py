@@ -63,6 +63,17 @@ ENGINE_FLAGS: Mapping[str, str] = {
     'headless': 'an engine of this runtime serves requests',
 }
 
+# Of vLLM's own server, each of which would leave the runtime asking at the wrong door.
+NATIVE_FLAGS: Mapping[str, str] = {
+    'model': "it is the handler's model_name",
+    'port': _CHOSEN,
+    'uds': 'the server is reached over loopback',
+    'api-key': 'the server serves this worker alone, over loopback',
+    'ssl-keyfile': 'the server serves this worker alone, over loopback',
+    'ssl-certfile': 'the server serves this worker alone, over loopback',
+    'root-path': 'the server is reached without a path',
+}
+
 SIMULATION_FLAGS: Mapping[str, str] = {
     **ENGINE_FLAGS,
     'num-workers': 'each engine is a process of its own; list more engines',
@@ -122,6 +133,21 @@ def check_engine_kwargs(arguments: Mapping[str, ServerArgument], router_mode: st
     _refuse('vllm_server_kwargs', arguments, ENGINE_FLAGS)
     _refuse_router_flags('vllm_server_kwargs', arguments)
     _refuse_no_cache('vllm_server_kwargs', arguments, router_mode)
+
+
+def check_native_kwargs(arguments: Mapping[str, ServerArgument], model_name: str) -> None:
+    """Refuses flags of the native server without which it cannot be reached.
+
+    Raises:
+      ConfigurationError: Names the flag and what to do instead.
+    """
+    _refuse('vllm_server_kwargs', arguments, NATIVE_FLAGS)
+    names = arguments.get('served-model-name', model_name)
+    if model_name not in (names if isinstance(names, (list, tuple)) else (names,)):
+        raise ConfigurationError(
+            f"vllm_server_kwargs sets 'served-model-name' to {names!r}, but requests ask for the "
+            f"handler's model_name, {model_name!r}; leave it out, or add that name to it."
+        )
 
 
 def check_simulation_kwargs(arguments: Mapping[str, ServerArgument], router_mode: str) -> None:

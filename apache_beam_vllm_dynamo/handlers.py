@@ -55,7 +55,9 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
       request_timeout_secs: How long one attempt may take, in seconds.
       element_timeout_secs: How long an element may take in all, in seconds, from its first
         sending on.
-      **kwargs: ``env_vars``: environment variables for the worker's processes;
+      start_timeout_secs: How long the start of the server may take, in seconds, model load
+        included; with a ``dynamo_runtime_config`` it is a field of that. Unset, 1,800.
+      **kwargs: ``env_vars``: environment variables for the server's processes alone;
         ``large_model`` and ``model_copies``, which change nothing: a worker runs one server.
 
     Raises:
@@ -85,6 +87,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         max_wait_secs: float = DEFAULT_MAX_WAIT_S,
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
         element_timeout_secs: float = DEFAULT_ELEMENT_TIMEOUT_S,
+        start_timeout_secs: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -100,6 +103,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
             max_wait_secs=max_wait_secs,
             request_timeout_secs=request_timeout_secs,
             element_timeout_secs=element_timeout_secs,
+            start_timeout_secs=start_timeout_secs,
             batching={
                 'min_batch_size': min_batch_size,
                 'max_batch_size': max_batch_size,
@@ -153,6 +157,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
         max_wait_secs: float = DEFAULT_MAX_WAIT_S,
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
         element_timeout_secs: float = DEFAULT_ELEMENT_TIMEOUT_S,
+        start_timeout_secs: float | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -168,6 +173,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
             max_wait_secs=max_wait_secs,
             request_timeout_secs=request_timeout_secs,
             element_timeout_secs=element_timeout_secs,
+            start_timeout_secs=start_timeout_secs,
             batching={
                 'min_batch_size': min_batch_size,
                 'max_batch_size': max_batch_size,

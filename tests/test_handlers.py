@@ -22,6 +22,7 @@ from apache_beam_vllm_dynamo import (
     DynamoRuntimeConfig,
     InferenceFailedError,
     OpenAIChatMessage,
+    StartError,
     VLLMChatModelHandler,
     VLLMCompletionsModelHandler,
 )
@@ -90,6 +91,22 @@ def test_every_argument_of_beams_handler_is_taken_in_its_place(ours: type[Any]) 
         pytest.param({'max_retries': -1}, 'from 0', id='max_retries'),
         pytest.param({'request_timeout_secs': 0}, 'seconds', id='request_timeout_secs'),
         pytest.param({'model_copies': 2}, 'list more engines', id='model_copies'),
+        pytest.param({'use_dynamo': 'false'}, 'True or False', id='use_dynamo'),
+        pytest.param({'start_timeout_secs': -1}, 'seconds', id='start_timeout_secs'),
+        pytest.param(
+            {
+                'use_dynamo': True,
+                'start_timeout_secs': 9,
+                'dynamo_runtime_config': DynamoRuntimeConfig(),
+            },
+            'set it in the config',
+            id='start_timeout_secs beside a config',
+        ),
+        pytest.param({'env_vars': {'OMP_NUM_THREADS': 1}}, 'quote numbers', id='env_vars'),
+        pytest.param({'vllm_server_kwargs': {'port': 8000}}, 'chooses it', id='port'),
+        pytest.param(
+            {'vllm_server_kwargs': {'served-model-name': 'x'}}, 'add that name', id='served name'
+        ),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_on_the_launcher(
@@ -167,6 +184,29 @@ def test_a_chat_template_of_any_beam_path_reaches_the_server_and_nothing_is_left
     assert not pathlib.Path(seen['chat_template']).exists()
     assert list((tmp_path / 'work').iterdir()) == []
     assert kwargs == {}
+
+
+@pytest.mark.parametrize('content', [None, b'\xff\xfe'], ids=['missing', 'no text'])
+def test_a_template_that_cannot_be_read_is_named(
+    content: bytes | None, tmp_path: pathlib.Path
+) -> None:
+    template = tmp_path / 'template.jinja'
+    if content is not None:
+        template.write_bytes(content)
+    with pytest.raises(StartError, match='chat_template_path'):
+        VLLMChatModelHandler('m', str(template)).load_model()
+
+
+def test_the_servers_variables_do_not_become_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv('ONLY_FOR_THE_SERVER', raising=False)
+    handler = VLLMCompletionsModelHandler(
+        'm', env_vars={'PYTHONPATH': FAKE_MODULES, 'ONLY_FOR_THE_SERVER': '1'}
+    )
+    handler.set_environment_vars()
+    model = handler.load_model()
+    pid = model.status()[0].pid
+    assert b'ONLY_FOR_THE_SERVER=1' in pathlib.Path(f'/proc/{pid}/environ').read_bytes()
+    assert 'ONLY_FOR_THE_SERVER' not in os.environ
 
 
 def test_a_failed_prompt_neither_fails_its_neighbours_nor_checks_the_server() -> None:

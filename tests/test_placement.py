@@ -122,7 +122,7 @@ def test_a_worker_with_too_few_devices_is_told_with_the_mend(
     [
         ([0, 1], ('0', '1', '2'), [('0',), ('1',)]),
         ([0, 1], ('2', '3'), [('2',), ('3',)]),
-        ([2, 3], ('2', '3'), [('2',), ('3',)]),
+        ([1], ('1', '2'), [('2',)]),
         ([1, 0], ('4', '5'), [('5',), ('4',)]),
         ([0, 1], UUIDS, [UUIDS[:1], UUIDS[1:]]),
         ([0], ('MIG-a',), [('MIG-a',)]),
@@ -132,7 +132,8 @@ def test_a_worker_with_too_few_devices_is_told_with_the_mend(
         ([5, 9], None, [('5',), ('9',)]),
     ],
     ids=[
-        'all visible', 'hidden: counted among the visible', 'by name', 'in the asked order',
+        'all visible', 'hidden: counted among the visible', 'hidden: never by name',
+        'in the asked order',
         'ordinals of UUIDs', 'ordinal of a MIG device', 'beginning of a UUID',
         'UUID where ordinals are listed', 'MIG name where GPUs are listed', 'not counted',
     ],

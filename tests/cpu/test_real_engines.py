@@ -43,6 +43,7 @@ FLAGS: dict[str, Any] = {
     'max-num-seqs': 16,
 }
 ENV = {'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'}
+CPU_ENV = {**ENV, 'VLLM_CPU_OMP_THREADS_BIND': '0'}
 GREEDY = {'temperature': 0, 'max_tokens': 12}
 PROMPTS = [
     'The capital of France is',
@@ -90,7 +91,10 @@ def test_greedy_completions_do_not_depend_on_the_server() -> None:
     found: dict[str, list[str]] = {}
     for name, handler in (
         ('native', native()),
-        ('one engine', dynamo(engines(1, router_mode='round-robin'))),
+        (
+            'one engine',
+            VLLMCompletionsModelHandler(MODEL, FLAGS, use_dynamo=True, env_vars=CPU_ENV),
+        ),
         ('two engines', dynamo(engines(2))),
     ):
         model = handler.load_model()
