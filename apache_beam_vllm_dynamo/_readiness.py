@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from apache_beam_vllm_dynamo._diagnosis import diagnose
+from apache_beam_vllm_dynamo._prober import Prober
 from apache_beam_vllm_dynamo._service import Service
 from apache_beam_vllm_dynamo.errors import ChildExitedError, StartTimeoutError
 
@@ -34,18 +35,26 @@ def await_probe(
       ChildExitedError: One of ``needed`` ended.
       StartTimeoutError: It does not serve in time.
     """
-    while True:
-        for other in needed:
-            other.check_alive()
-        found = service.spec.probe(PROBE_TIMEOUT_S)
-        if found is None:
-            service.came_up()
-            return
-        if time.monotonic() > deadline:
-            raise StartTimeoutError(
-                total_s, f'{service.spec.label} to serve', str(found), service.log_tail(TAIL_LINES)
-            )
-        time.sleep(POLL_INTERVAL_S)
+    # A probe may hold a whole request, in which what is needed can end and the time run out.
+    prober = Prober(f'{service.spec.label} probe')
+    expected, found = f'{service.spec.label} to serve', 'no answer'
+    asking = prober.submit(service.spec.probe, PROBE_TIMEOUT_S)
+    try:
+        while True:
+            for other in needed:
+                other.check_alive()
+            if asking.done():
+                answer = asking.result()
+                if answer is None:
+                    service.came_up()
+                    return
+                found = str(answer)
+                asking = prober.submit(service.spec.probe, PROBE_TIMEOUT_S)
+            if time.monotonic() > deadline:
+                raise StartTimeoutError(total_s, expected, found, service.log_tail(TAIL_LINES))
+            time.sleep(POLL_INTERVAL_S)
+    finally:
+        prober.end()
 
 
 def await_engines(

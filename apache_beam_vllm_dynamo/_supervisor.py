@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import logging
-import queue
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from collections.abc import Sequence
+from typing import Protocol
 
+from apache_beam_vllm_dynamo._prober import Prober
 from apache_beam_vllm_dynamo._restart import ChildState, ChildStatus
 from apache_beam_vllm_dynamo._service import Probes, Service
 from apache_beam_vllm_dynamo.errors import RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
-
-T = TypeVar('T')
 
 LOOK_INTERVAL_S = 0.1  # what a death costs before its replacement starts
 
@@ -26,41 +22,6 @@ class Watch(Protocol):
 
     def tick(self, probes: Probes) -> None:
         """Looks once and does what is due; like ``Service.tick``."""
-
-
-class Prober:
-    """Runs the probes of one service, so that a silent one delays no look at the others.
-
-    A daemon thread and no executor: at the interpreter's exit executors shut down before the
-    servers are stopped, and to be watched until then is what the servers need.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._questions: queue.SimpleQueue[tuple[Future[object], Callable[[], object]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, ask: Callable[[float], T], timeout_s: float) -> Future[T]:
-        """Asks soon; the result is what ``ask`` finds."""
-        future: Future[Any] = Future()
-        self._questions.put((future, partial(ask, timeout_s)))
-        return future
-
-    def end(self) -> None:
-        """Ends the thread once the probe under way has its answer."""
-        self._questions.put(None)
-        if self._thread is not threading.current_thread():
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (question := self._questions.get()) is not None:
-            future, ask = question
-            try:
-                future.set_result(ask())
-            except Exception as error:  # noqa: BLE001 - for the one who waits
-                future.set_exception(error)
 
 
 class Supervisor:
