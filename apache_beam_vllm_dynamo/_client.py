@@ -26,6 +26,10 @@ from apache_beam_vllm_dynamo.errors import ConfigurationError, InferenceError, R
 
 # How often a waiting caller looks whether the loop still lives; a caller is normally woken.
 _LIVENESS_CHECK_S = 5.0
+# A caller that waits for room or outcomes is woken for a share of what it may have pending, or
+# after a moment, whatever is first: late enough to cost little, soon enough that nobody waits.
+_CHUNKS = 8
+STREAM_PAUSE_S = 0.05
 
 Token = TypeVar('Token')
 
@@ -170,7 +174,10 @@ class RequestStream(Generic[Token]):
     def __init__(self, dispatcher: Dispatcher, max_pending: int, limits: RequestLimits) -> None:
         self._limits = limits
         self._dispatcher = dispatcher
-        self._group = _StreamGroup(max_pending)
+        self._group = _StreamGroup()
+        self._max_pending = max_pending
+        self._chunk = max(1, max_pending // _CHUNKS)
+        self._sent = 0
         self._untaken = 0
 
     @property
@@ -193,10 +200,10 @@ class RequestStream(Generic[Token]):
             self._group.outcomes.put((token, _unsent(request)))
             return
         self._raise_error()
-        while not self._group.room.acquire(timeout=_LIVENESS_CHECK_S):
-            self._raise_error()
-            self._dispatcher.check_alive()
-        self._raise_error()
+        while self._sent - self._group.finished >= self._max_pending:
+            # Woken for every outcome, the caller would run for a single request each time.
+            self._await(self._sent - self._max_pending + self._chunk)
+        self._sent += 1
         self._untaken += 1
         self._dispatcher.submit([Job(request, self._group, token, self._limits)])
 
@@ -208,17 +215,15 @@ class RequestStream(Generic[Token]):
             except queue.Empty:
                 self._raise_error()
                 return
-            yield self._take(item)
+            self._untaken -= 1
+            yield item
 
     def drain(self) -> Iterator[tuple[Token, Outcome]]:
         """Takes all outcomes, waiting for those that are not there yet."""
         while self._untaken:
-            try:
-                item = self._group.outcomes.get(timeout=_LIVENESS_CHECK_S)
-            except queue.Empty:
-                self._dispatcher.check_alive()
-                continue
-            yield self._take(item)
+            yield from self.ready()
+            if self._untaken:
+                self._await(min(self._sent, self._group.finished + self._chunk))
 
     def close(self) -> None:
         """Cancels what has no outcome yet."""
@@ -237,12 +242,11 @@ class RequestStream(Generic[Token]):
     ) -> None:
         self.close()
 
-    def _take(self, item: tuple[Token, Outcome] | None) -> tuple[Token, Outcome]:
-        if item is None:
-            self._raise_error()
-            raise RuntimeFailedError('The stream ended without an error.')
-        self._untaken -= 1
-        return item
+    def _await(self, finished: int) -> None:
+        """Waits until so many requests have finished, but not longer than a moment."""
+        if not self._group.wait(finished, STREAM_PAUSE_S):
+            self._dispatcher.check_alive()
+        self._raise_error()
 
     def _raise_error(self) -> None:
         if self._group.error is not None:
@@ -272,21 +276,38 @@ class _Batch(JobGroup):
 
 
 class _StreamGroup(JobGroup):
-    """The requests of one stream; ``None`` in the queue wakes the caller for an error."""
+    """The requests of one stream.
 
-    def __init__(self, max_pending: int) -> None:
+    Attributes:
+      outcomes: Those that the caller has not taken.
+      finished: How many requests have an outcome; only the loop's thread writes it.
+    """
+
+    def __init__(self) -> None:
         super().__init__()
-        self.outcomes: queue.SimpleQueue[tuple[Any, Outcome] | None] = queue.SimpleQueue()
-        self.room = threading.Semaphore(max_pending)
+        self.outcomes: queue.SimpleQueue[tuple[Any, Outcome]] = queue.SimpleQueue()
+        self.finished = 0
+        self._wake_at = 0
+        self._wake = threading.Event()
+
+    def wait(self, finished: int, timeout_s: float) -> bool:
+        """Waits until so many have finished or the stream has failed; whether that is so."""
+        self._wake.clear()
+        self._wake_at = finished
+        # Each side writes its own number before it reads the other's, so none is missed.
+        if self.finished >= finished or self.error is not None:
+            return True
+        return self._wake.wait(timeout_s)
 
     def finish(self, key: object, outcome: Outcome) -> None:
         self.outcomes.put((key, outcome))
-        self.room.release()
+        self.finished += 1
+        if self.finished == self._wake_at:
+            self._wake.set()
 
     def fail(self, error: BaseException) -> None:
         self.error = error
-        self.outcomes.put(None)
-        self.room.release()
+        self._wake.set()
 
 
 def _close_later(dispatcher: Dispatcher) -> None:

@@ -6,6 +6,7 @@ gathered elsewhere and recorded here in one go, by the thread that called ``run_
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Iterable
 
 from apache_beam.metrics import Metrics
@@ -24,61 +25,66 @@ class InferenceMetrics:
     """
 
     def __init__(self) -> None:
-        self._prompt_tokens = Metrics.counter(NAMESPACE, 'prompt_tokens')
-        self._cached_tokens = Metrics.counter(NAMESPACE, 'cached_prompt_tokens')
-        self._completion_tokens = Metrics.counter(NAMESPACE, 'completion_tokens')
-        self._retries = Metrics.counter(NAMESPACE, 'retried_requests')
-        self._restarts = Metrics.counter(NAMESPACE, 'engine_restarts')
-        self._migrations = Metrics.counter(NAMESPACE, 'migrated_requests')
+        self._counters: dict[str, Metrics.DelegatingCounter] = {}
         self._latency = Metrics.distribution(NAMESPACE, 'request_latency_ms')
         self._queue_time = Metrics.distribution(NAMESPACE, 'request_queue_time_ms')
         self._wall_clock = Metrics.distribution(NAMESPACE, 'inference_wall_clock_ms')
         # RunInference's own, by its names, for the transform that does without it.
-        self._number = Metrics.counter(NAMESPACE, 'num_inferences')
         self._load = Metrics.distribution(NAMESPACE, 'load_model_latency_milli_secs')
 
     def record(self, outcomes: Iterable[Outcome]) -> None:
         """Records the outcomes of one batch; to be called on the bundle's thread."""
+        # A counter costs some microseconds to find and to add to, so it gets sums.
+        sums: collections.Counter[str] = collections.Counter()
         for outcome in outcomes:
-            if outcome.retried:
-                self._retries.inc(len(outcome.retried))
+            sums['retried_requests'] += len(outcome.retried)
             if isinstance(outcome, Answer):
-                self._record_response(outcome.response)
+                _add_response(sums, outcome.response)
                 self._latency.update(round(outcome.latency_s * 1000))
                 self._queue_time.update(round(outcome.queue_s * 1000))
                 self._wall_clock.update(outcome.completed_at_ms)
             else:
-                Metrics.counter(NAMESPACE, f'failed_{outcome.error.kind}').inc()
+                sums[f'failed_{outcome.error.kind}'] += 1
+        for name, number in sums.items():
+            if number:
+                self._count(name, number)
+
+    def _count(self, name: str, number: int) -> None:
+        counter = self._counters.get(name)
+        if counter is None:
+            counter = self._counters[name] = Metrics.counter(NAMESPACE, name)
+        counter.inc(number)
 
     def record_restarts(self, restarts: int) -> None:
         """Records restarts of children; to be called on the bundle's thread."""
         if restarts:
-            self._restarts.inc(restarts)
+            self._count('engine_restarts', restarts)
 
     def record_migrations(self, migrations: int) -> None:
         """Records requests that moved to another engine; to be called on the bundle's thread."""
         if migrations:
-            self._migrations.inc(migrations)
+            self._count('migrated_requests', migrations)
 
     def record_number(self, inferences: int) -> None:
         """Counts inferences under the name that RunInference uses."""
-        self._number.inc(inferences)
+        self._count('num_inferences', inferences)
 
     def record_load(self, took_ms: int) -> None:
         """Records the start of a server under the name that RunInference uses."""
         self._load.update(took_ms)
 
-    def _record_response(self, response: Response) -> None:
-        for choice in response.choices:
-            Metrics.counter(NAMESPACE, f'finish_reason_{_reason(choice.finish_reason)}').inc()
-        usage = response.usage
-        if usage is None:
-            return
-        self._prompt_tokens.inc(usage.prompt_tokens or 0)
-        self._completion_tokens.inc(usage.completion_tokens or 0)
-        details = usage.prompt_tokens_details
-        if details is not None and details.cached_tokens:
-            self._cached_tokens.inc(details.cached_tokens)
+
+def _add_response(sums: collections.Counter[str], response: Response) -> None:
+    for choice in response.choices:
+        sums[f'finish_reason_{_reason(choice.finish_reason)}'] += 1
+    usage = response.usage
+    if usage is None:
+        return
+    sums['prompt_tokens'] += usage.prompt_tokens or 0
+    sums['completion_tokens'] += usage.completion_tokens or 0
+    details = usage.prompt_tokens_details
+    if details is not None and details.cached_tokens:
+        sums['cached_prompt_tokens'] += details.cached_tokens
 
 
 def _reason(said: str | None) -> str:
