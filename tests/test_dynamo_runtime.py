@@ -6,8 +6,10 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,6 +153,33 @@ def engines_that_answer(base_url: str, prompts: int = 12) -> int:
         for i in range(prompts)
     ]
     return len({str(answer['nvext']['worker_id']) for answer in answers})
+
+
+def test_engines_start_side_by_side() -> None:
+    slow = {'speedup-ratio': 1000, 'startup-time': 3}
+    with started(simulated(3, simulation_kwargs=slow, discovery='file')) as runtime:
+        pids = [status.pid for status in runtime.statuses() if 'engine' in status.label]
+        begins = [started_at_s(pid) for pid in pids if pid is not None]
+        assert len(begins) == 3
+        assert max(begins) - min(begins) < 2.5
+
+
+def started_at_s(pid: int) -> float:
+    """When a process started, in seconds since the machine did."""
+    fields = Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()
+    return int(fields[19]) / os.sysconf('SC_CLK_TCK')
+
+
+def test_a_stop_ends_in_its_stated_time_whatever_hangs() -> None:
+    with started(simulated(2, stop_timeout_secs=1, discovery='file')) as runtime:
+        for status in runtime.statuses():
+            if status.pid is not None and 'broker' not in status.label:
+                os.kill(status.pid, signal.SIGSTOP)
+        begin = time.monotonic()
+        runtime.close()
+        # One second for the engines, three for each of frontend and broker, five to kill each.
+        assert time.monotonic() - begin < 12
+        assert pids_of_children() == set()
 
 
 def test_progress_of_the_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:

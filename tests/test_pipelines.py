@@ -185,8 +185,23 @@ def test_several_models_live_side_by_side_each_with_its_own_stack() -> None:
         ]
     )
     pairs = [('short', 'a'), ('long', 'b'), ('short', 'c'), ('long', 'd')]
-    results, _ = run(pairs, RunInference(handler, inference_args={'max_tokens': 1}))
+    arguments = {'max_tokens': 1, 'extra_body': {'nvext': {'extra_fields': ['worker_id']}}}
+    results, _ = run(pairs, RunInference(handler, inference_args=arguments))
     assert sorted((key, result.example) for key, result in results) == sorted(pairs)
+    engines = {(key, str(result.inference.nvext['worker_id'])) for key, result in results}
+    assert len(engines) == 2
+    assert len({engine for _, engine in engines}) == 2
+
+
+def test_functions_before_and_after_go_round_a_handler_without_keys() -> None:
+    handler: Any = (
+        completions(1).with_preprocess_fn('prompt {}'.format).with_postprocess_fn(text_of)
+    )
+    assert run([1, 2], RunInference(handler))[0] == ['prompt 1', 'prompt 2']
+
+
+def text_of(result: PredictionResult) -> str:
+    return str(result.example)
 
 
 def test_batches_may_be_made_before_the_handler() -> None:
