@@ -81,6 +81,12 @@ def _marked() -> list[tuple[str, str]]:
     return found
 
 
+def cpu_ticks(pid: int) -> int | None:
+    """The CPU time that a process has used, in clock ticks; ``None`` when there is none."""
+    fields = _stat(pid)
+    return int(fields[11]) + int(fields[12]) if fields is not None else None
+
+
 def _owner_is_gone(token: str) -> bool:
     owner = re.fullmatch(r'(\d+)\.(\d+)\..*', token)
     return owner is not None and _start_ticks(int(owner[1])) != int(owner[2])
@@ -88,12 +94,18 @@ def _owner_is_gone(token: str) -> bool:
 
 def _start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; ``None`` when there is none."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields is not None else None
+
+
+def _stat(pid: int) -> list[bytes] | None:
+    """The fields of /proc/PID/stat from the third on; ``None`` when there is no process."""
     try:
         stat = pathlib.Path(f'/proc/{pid}/stat').read_bytes()
     except OSError:
         return None
-    # The second field, in parentheses, may hold anything; the start is the 22nd of all.
-    return int(stat.rpartition(b')')[2].split()[19])
+    # The second field, in parentheses, may hold anything.
+    return stat.rpartition(b')')[2].split()
 
 
 def _pid_namespace(pid: str) -> str | None:

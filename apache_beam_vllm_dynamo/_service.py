@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from apache_beam_vllm_dynamo._diagnosis import diagnose
+from apache_beam_vllm_dynamo._marker import cpu_ticks
 from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
 from apache_beam_vllm_dynamo._restart import (
     ChildState,
@@ -31,10 +32,12 @@ T = TypeVar('T')
 _LOGGER = logging.getLogger(__name__)
 
 PROBE_INTERVAL_S = 1.0  # of a service that serves; a start is probed at every look
-# Together about 11 s: a hung engine delays its requests by that, and a server starved of CPU
-# for shorter must not lose its cache and its requests for it.
-SILENT_PROBES = 3
-LIVENESS_TIMEOUT_S = 3.0
+LIVENESS_TIMEOUT_S = 2.0
+# Together 10 s: a hung engine delays its requests by that, and a server starved of CPU for shorter
+# must not lose its cache and its requests for it.
+SILENT_PROBES = 5
+# One that has used no CPU time at all meanwhile is not starved: it is stopped or in a deadlock.
+SILENT_PROBES_OF_FROZEN = 2
 ADDRESS_TAKEN = 'address in use'
 UNHEALTHY_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
 LOG_LOOK_INTERVAL_S = 1.0  # of a start: to search the end of a log takes milliseconds
@@ -111,6 +114,7 @@ class Service:
       renew: Gives the spec of the next start; its argument is whether an address of the last
         one was taken by others. Without it each start is like the first.
       clock: Seconds that only ever grow.
+      cpu_time: How much CPU time a process has used, in any unit; ``None`` if it has ended.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Service:
         hold_fds: Sequence[int] = (),
         renew: Callable[[bool], ServiceSpec] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        cpu_time: Callable[[int], int | None] = cpu_ticks,
     ) -> None:
         self.spec = spec
         self._renew = renew
@@ -128,6 +133,8 @@ class Service:
         self._needs = tuple(needs)
         self._hold_fds = tuple(hold_fds)
         self._clock = clock
+        self._cpu_time = cpu_time
+        self._cpu_time_before: int | None = None
         self._tracker = RestartTracker(RESTART_POLICY, clock)
         self._restart_at = 0.0
         self._started_at = 0.0
@@ -241,6 +248,8 @@ class Service:
         if self._probing is None:
             if self._clock() >= self._next_probe_at:
                 ask = self.spec.probe if starting else self.spec.liveness or self.spec.probe
+                if not self._silent_probes:
+                    self._cpu_time_before = self._cpu_time_used()
                 self._probing = probes.submit(ask, LIVENESS_TIMEOUT_S)
             return
         if not self._probing.done():
@@ -254,14 +263,24 @@ class Service:
                 self.came_up()
         elif starting:
             self._look_at_start(found)
-        elif found.status is None:
-            self._silent_probes += 1
-            if self._silent_probes >= SILENT_PROBES:
-                self._kill_hung(f'does not answer: {found}')
         else:
+            self._look_at_answer(found)
+
+    def _look_at_answer(self, found: Answer) -> None:
+        if found.status is not None:
             self._silent_probes = 0
             if self._clock() - self._well_at > UNHEALTHY_BOUND_S:
                 self._kill_hung(f'says for {UNHEALTHY_BOUND_S:.0f} s that it is not well: {found}')
+            return
+        self._silent_probes += 1
+        self._next_probe_at = self._clock()
+        frozen = self._cpu_time_used() == self._cpu_time_before is not None
+        if self._silent_probes >= (SILENT_PROBES_OF_FROZEN if frozen else SILENT_PROBES):
+            self._kill_hung(f'does not answer: {found}')
+
+    def _cpu_time_used(self) -> int | None:
+        pid = self.process.pid if self.process is not None else None
+        return self._cpu_time(pid) if pid is not None else None
 
     def _look_at_start(self, found: Answer) -> None:
         now = self._clock()

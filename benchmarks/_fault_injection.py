@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
