@@ -64,6 +64,11 @@ class Settings:
         return Path(self.directory) / 'report.json'
 
     @property
+    def progress(self) -> Path:
+        """Where it says how many prompts are answered."""
+        return Path(self.directory) / 'progress'
+
+    @property
     def down(self) -> Path:
         """While this file is there, what depends on it does not start."""
         return Path(self.directory) / 'down'
@@ -73,7 +78,9 @@ class Progress:
     """What the run has seen so far; a runner in this process fills this very object."""
 
     def __init__(self) -> None:
+        self.settings: Settings | None = None
         self.model: Any = None
+        self.ready_at_s = 0.0
         self.answered_at_ms: list[int] = []
         self.results = 0
         self.failed = 0
@@ -89,11 +96,14 @@ class RecordingHandler(VLLMCompletionsModelHandler):
     def load_model(self) -> Any:
         """Starts the stack and shows it to the injector."""
         progress.model = super().load_model()
+        progress.ready_at_s = time.monotonic()
         return progress.model
 
     def record_outcomes(self, requests: Sequence[Any], outcomes: Sequence[Outcome]) -> None:
         """Notes when each answer came."""
         progress.answered_at_ms += [outcome.completed_at_ms for outcome in outcomes]
+        assert progress.settings is not None
+        progress.settings.progress.write_text(str(len(progress.answered_at_ms)))
         super().record_outcomes(requests, outcomes)
 
 
@@ -119,7 +129,7 @@ def config(settings: Settings) -> DynamoRuntimeConfig:
 
 def main(settings_json: str) -> None:
     """Runs the pipeline, with the fault in its midst, and writes the report."""
-    settings = Settings(**json.loads(settings_json))
+    settings = progress.settings = Settings(**json.loads(settings_json))
     handler = RecordingHandler(
         os.fspath(TOKENIZER_DIRECTORY),
         use_dynamo=True,
@@ -157,6 +167,7 @@ def main(settings_json: str) -> None:
         'first_error': progress.first_error,
         'problem': problem,
         'wall_s': ended - started,
+        'ready_at_s': progress.ready_at_s,
         'serving_s': (stamps[-1] - stamps[0]) / 1000 if stamps else None,
         'longest_pause_s': max(pauses, default=None),
         **injector.report(),
