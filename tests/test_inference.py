@@ -123,12 +123,16 @@ def text(result: Any) -> Any:
     return inference.kind if isinstance(inference, InferenceError) else inference.choices[0].text
 
 
+def tokens(result: Any) -> Any:
+    return result.inference.usage.completion_tokens
+
+
 def test_each_element_gets_what_run_inference_would_give_it_metrics_included() -> None:
     results, metrics = run(PROMPTS, LLMInference(completions(2), {'max_tokens': 3}))
     assert sorted(result.example for result in results) == sorted(PROMPTS)
     for result in results:
         assert isinstance(result, PredictionResult)
-        assert result.inference.usage.completion_tokens == 3
+        assert tokens(result) == 3
         assert result.model_id == MODEL
     assert metrics['num_inferences'] == len(PROMPTS)
     assert metrics['completion_tokens'] == 3 * len(PROMPTS)
@@ -198,7 +202,7 @@ def _where(
     timestamp: Any = beam.DoFn.TimestampParam,
     window: Any = beam.DoFn.WindowParam,
 ) -> tuple[str, float, float]:
-    return result.example.split('] ')[1], float(timestamp), float(window.start)
+    return str(result.example).split('] ')[1], float(timestamp), float(window.start)
 
 
 def test_an_element_of_two_windows_has_a_result_in_each(server: FakeServer) -> None:
@@ -229,10 +233,10 @@ def test_a_handler_that_may_have_keys_goes_by_each_element(server: FakeServer) -
 
 
 def test_functions_before_and_after_go_round_the_inference(server: FakeServer) -> None:
-    handler = (
+    handler: Any = (
         KeyedModelHandler(on_server(server))
         .with_preprocess_fn(lambda pair: (pair[0], f'prompt {pair[1]}'))
-        .with_postprocess_fn(lambda pair: (pair[0], pair[1].inference.choices[0].text))
+        .with_postprocess_fn(lambda pair: (pair[0], text(pair[1])))
     )
     results, _ = run([('a', 1), ('b', 2)], LLMInference(handler))
     assert sorted(results) == [('a', 'PROMPT 1'), ('b', 'PROMPT 2')]
@@ -292,7 +296,7 @@ def test_a_failed_element_is_split_from_the_answers(server: FakeServer) -> None:
 
 
 def test_keyed_results_of_run_inference_are_split_too(server: FakeServer) -> None:
-    handler = KeyedModelHandler(on_server(server, on_error='return'))
+    handler: Any = KeyedModelHandler(on_server(server, on_error='return'))
     with beam.Pipeline(options=IN_PROCESS) as pipeline:
         answered, failed = (
             pipeline | beam.Create([(1, 'one'), (2, '')]) | RunInference(handler) | SplitErrors()
@@ -309,7 +313,7 @@ def test_only_prediction_results_can_be_split() -> None:
 def test_requests_of_their_own_and_token_ids_are_elements_as_well() -> None:
     elements = [CompletionRequest('hello', {'max_tokens': 4}), [504, 2365, 11], 'hello']
     results, _ = run(elements, LLMInference(completions(), {'max_tokens': 2}))
-    assert sorted(r.inference.usage.completion_tokens for r in results) == [2, 2, 4]
+    assert sorted(map(tokens, results)) == [2, 2, 4]
 
 
 def test_transforms_of_one_identifier_share_a_server() -> None:
@@ -358,3 +362,15 @@ def test_the_job_graph_names_the_handler_and_no_secret() -> None:
     transform = LLMInference(completions(env_vars={'HF_TOKEN': 'hf_secret'}))
     assert 'VLLMCompletionsModelHandler' in str(transform.annotations())
     assert 'secret' not in str(transform.annotations())
+
+
+@pytest.mark.parametrize(('elements', 'fewest'), [(3, 3), (3000, 200)])
+def test_batches_of_run_inference_fill_the_window_whether_elements_are_few_or_many(
+    server: FakeServer, elements: int, fewest: int
+) -> None:
+    handler = on_server(server)  # its config promises one engine of 256 sequences
+    _, metrics = run([f'{i}' for i in range(elements)], RunInference(handler))
+    sizes = metrics['inference_request_batch_size']
+    assert sizes.sum == elements
+    assert sizes.max >= fewest
+    assert sizes.count <= 1 + elements / 256
