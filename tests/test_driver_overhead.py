@@ -57,7 +57,7 @@ def test_the_limit_of_the_uneven_scenario_has_everything_in_flight(server: FakeS
 
 @pytest.mark.parametrize('driver', ['ours', 'transform', 'beam', 'limit'])
 def test_records_without_an_answer_are_reported(server: FakeServer, driver: Driver) -> None:
-    load = Load('model', Served(server.url, 8), ['one', '[body=no_choices] two'], 1)
+    load = Load('model', Served(server.url, 8), ['one', '[status=400] two'], 1)
     assert measure(driver, load, 1).failed >= 1
 
 
