@@ -83,12 +83,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             )
         if not isinstance(use_dynamo, bool):
             raise ConfigurationError(f'use_dynamo is {use_dynamo!r}; it must be True or False.')
-        if chat_template_path is not None and not (
-            isinstance(chat_template_path, str) and chat_template_path
-        ):
-            raise ConfigurationError(
-                f'chat_template_path is {chat_template_path!r}; it must be the path of a file.'
-            )
+        _check_template_path(chat_template_path)
         if start_timeout_secs is not None:
             check_seconds('start_timeout_secs', start_timeout_secs)
         _check_options(options)
@@ -361,6 +356,11 @@ def _check_model_name(model_name: object) -> None:
             f"model_name is {model_name!r}; give a hub name such as 'Qwen/Qwen3-0.6B', or a "
             'directory.'
         )
+
+
+def _check_template_path(path: object) -> None:
+    if path is not None and (not isinstance(path, str) or not path):
+        raise ConfigurationError(f'chat_template_path is {path!r}; it must be the path of a file.')
 
 
 def _check_options(options: dict[str, Any]) -> None:

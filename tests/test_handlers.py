@@ -186,6 +186,12 @@ def test_a_chat_template_of_any_beam_path_reaches_the_server_and_nothing_is_left
     assert kwargs == {}
 
 
+@pytest.mark.parametrize('path', ['', 5])
+def test_a_template_needs_a_path(path: Any) -> None:
+    with pytest.raises(ConfigurationError, match='chat_template_path'):
+        VLLMChatModelHandler('m', path)
+
+
 @pytest.mark.parametrize('content', [None, b'\xff\xfe'], ids=['missing', 'no text'])
 def test_a_template_that_cannot_be_read_is_named(
     content: bytes | None, tmp_path: pathlib.Path
