@@ -59,6 +59,9 @@ ORPHANED = -1  # not a byte: end of file on the control pipe
 FIRST_KILL_PAUSE_S = 0.01
 LONGEST_KILL_PAUSE_S = 0.5
 
+# The kernel closes the files of a killed owner one by one, the pipe perhaps before the lock.
+OWNER_TEARDOWN_S = 2.0
+
 # Those of a terminal are handled by doing nothing, not ignored: exec resets a handler only.
 HANDLED = {
     *(signal.SIGCHLD, signal.SIGTERM),
@@ -261,15 +264,23 @@ def _share(directory: str | None) -> int | None:
     return lock
 
 
-def _remove_if_last(directory: str, lock: int) -> None:
-    try:
-        # Two that try at once both give up their shared lock first, so that one succeeds.
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return
-    import shutil  # only the last of all shims pays for it
+def _remove_if_last(directory: str, lock: int, control_fd: int) -> None:
+    """Removes the directory of a dead owner, unless another shim is still to do it."""
+    lifeline = select.poll()
+    lifeline.register(control_fd, 0)  # that it is cut is reported unasked
+    deadline = time.monotonic() + OWNER_TEARDOWN_S
+    while lifeline.poll(0):
+        try:  # two that try at once both give up their shared lock first, so that one succeeds
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(FIRST_KILL_PAUSE_S)
+        else:
+            import shutil  # only the last of all shims pays for it
 
-    shutil.rmtree(directory, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
+            return
 
 
 def main(arguments: list[str]) -> None:
@@ -281,7 +292,7 @@ def main(arguments: list[str]) -> None:
     lock = _share(scratch)
     Shim(control_fd, status_fd, float(arguments[3]), float(arguments[4])).run(arguments[6:])
     if scratch is not None and lock is not None:
-        _remove_if_last(scratch, lock)
+        _remove_if_last(scratch, lock, control_fd)
 
 
 if __name__ == '__main__':
