@@ -9,11 +9,14 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from apache_beam.ml.inference.base import PredictionResult
+from openai.types import Completion
 
 from apache_beam_vllm_dynamo import (
     ChildExitedError,
@@ -21,6 +24,7 @@ from apache_beam_vllm_dynamo import (
     MissingDependencyError,
     StartError,
     StartTimeoutError,
+    VLLMCompletionsModelHandler,
     _dynamo_runtime,
 )
 from apache_beam_vllm_dynamo._addresses import Addresses, allocate, free_ports
@@ -304,3 +308,40 @@ def test_a_port_taken_between_choice_and_start_costs_another_start(
             assert complete(runtime.endpoint(), 'hello')['choices']
     assert len(starts) == 2
     assert 'Starting again on other ports' in caplog.text
+
+
+def test_an_engine_that_dies_is_replaced_alone_and_its_requests_are_answered() -> None:
+    handler = VLLMCompletionsModelHandler(
+        MODEL, use_dynamo=True, dynamo_runtime_config=simulated(2, simulation_kwargs={})
+    )
+    model = handler.load_model()
+    before = {status.label: status.pid for status in model.status()}
+    results: list[PredictionResult] = []
+    prompts = [f'{i} ' * 20 for i in range(60)]
+    arguments = {'max_tokens': 100}
+    asking = threading.Thread(
+        target=lambda: results.extend(handler.run_inference(prompts, model, arguments))
+    )
+    asking.start()
+    wait_until(
+        'requests are under way',
+        lambda: metric(model.endpoint(), 'dynamo_frontend_inflight_requests') > 10,
+    )
+    os.kill(before['engine 1 of 2'] or 0, signal.SIGKILL)
+    asking.join(60)
+    assert [r.example for r in results] == prompts
+    assert {tokens_of(r) for r in results} == {100}
+    wait_until(
+        'both engines serve',
+        lambda: all(status.state == 'serving' for status in model.status()),
+    )
+    after = {status.label: status for status in model.status()}
+    replaced = [label for label, status in after.items() if status.pid != before[label]]
+    assert replaced == ['engine 1 of 2']
+    assert after['engine 1 of 2'].restarts == 1
+
+
+def tokens_of(result: PredictionResult) -> int:
+    assert isinstance(result.inference, Completion)
+    assert result.inference.usage is not None
+    return result.inference.usage.completion_tokens
