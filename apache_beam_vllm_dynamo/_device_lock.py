@@ -50,7 +50,7 @@ _holders: dict[str, tuple[int, Holder]] = {}  # device: (process, who has it the
 
 
 class DeviceLocks:
-    """The locks of some devices.
+    """The locks of some devices, for one start.
 
     Args:
       holder: For whom they are.
@@ -61,6 +61,7 @@ class DeviceLocks:
         self._holder = holder
         self._devices = tuple(sorted(set(devices)))
         self._files: list[io.FileIO] = []
+        self._given_back = False
         self._lock = threading.Lock()
 
     @property
@@ -93,8 +94,9 @@ class DeviceLocks:
             raise
 
     def release(self) -> None:
-        """Gives them back; what shims hold stays held. Releasing twice is no error."""
+        """Gives them back for good; what shims hold stays held. Twice is no error."""
         with self._lock:
+            self._given_back = True
             files, self._files = self._files, []
         for file in files:
             file.close()
@@ -149,7 +151,7 @@ class DeviceLocks:
             while not _try_lock(file):
                 now = time.monotonic()
                 who = _written(path)
-                if cancelled():
+                if cancelled() or self._given_back:
                     raise StartError(f'The start was given up while it waited for GPU {device}.')
                 if now > deadline:
                     raise DevicesBusyError(
@@ -162,9 +164,12 @@ class DeviceLocks:
                 time.sleep(LOOK_INTERVAL_S)
             os.ftruncate(file.fileno(), 0)
             os.pwrite(file.fileno(), str(os.getpid()).encode(), 0)
-            on_error.pop_all()
-        with self._lock:
-            self._files.append(file)
+            with self._lock:
+                if not self._given_back:
+                    self._files.append(file)
+                    on_error.pop_all()
+        if self._given_back:
+            raise StartError(f'The start was given up when it had GPU {device}.')
 
 
 def lock_directory() -> Path:

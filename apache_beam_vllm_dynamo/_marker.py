@@ -25,6 +25,7 @@ READABLE_ENVIRON = {'SPT_NOENV': '1'}
 SWEEP_BOUND_S = 2.0  # killed processes are gone within milliseconds, large ones in a second or two
 SWEEP_PAUSE_S = 0.01  # a killed process keeps its environment until the kernel has torn it down
 
+_SHIM = os.fsencode(pathlib.Path(__file__).with_name('_lifeline.py'))
 _ENTRY = os.fsencode(f'\0{MARKER}=')
 
 
@@ -45,15 +46,19 @@ def kill_marked(token: str, timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]
 def kill_orphans(timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
     """Kills every process that carries a token whose owner is gone.
 
-    Only what shares the PID namespace of this process is looked at: elsewhere the owner's
+    Those of a shim that lives are left to it: it ends them in good order and removes what they
+    leave. Only what shares the PID namespace of this process is looked at: elsewhere the owner's
     process id would mean another process.
 
     Returns:
       The process ids of those that are still there.
     """
     own = _pid_namespace('self')
+    guarded = {token for pid, token in _marked() if _is_shim(pid)}
     return _kill_all(
-        lambda pid, token: _pid_namespace(pid) == own and _owner_is_gone(token),
+        lambda pid, token: (
+            token not in guarded and _pid_namespace(pid) == own and _owner_is_gone(token)
+        ),
         timeout_s,
     )
 
@@ -85,6 +90,15 @@ def cpu_ticks(pid: int) -> int | None:
     """The CPU time that a process has used, in clock ticks; ``None`` when there is none."""
     fields = _stat(pid)
     return int(fields[11]) + int(fields[12]) if fields is not None else None
+
+
+def _is_shim(pid: str) -> bool:
+    try:
+        arguments = pathlib.Path(f'/proc/{pid}/cmdline').read_bytes().split(b'\0')
+    except OSError:
+        return False
+    # python -I -S SCRIPT …
+    return arguments[3:4] == [_SHIM]
 
 
 def _owner_is_gone(token: str) -> bool:

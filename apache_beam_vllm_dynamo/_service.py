@@ -235,9 +235,9 @@ class Service:
         return all(need.serves for need in self._needs)
 
     def _start_again(self) -> None:
-        if self._renew is not None:
-            self.spec = self._renew(self._last_cause == ADDRESS_TAKEN)
         try:
+            if self._renew is not None:
+                self.spec = self._renew(self._last_cause == ADDRESS_TAKEN)
             self.launch()
         except StartError as error:
             self._become(ChildState.STARTING)
