@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import logging
 import os
@@ -188,17 +189,26 @@ def lock_directory() -> Path:
     return path
 
 
-def devices_in_use(named: Sequence[str], needed: int, visible: Sequence[str] | None) -> list[str]:
-    """The devices of an engine: those it names, else the first visible ones.
+def devices_to_lock(
+    named: Sequence[str], needed: int, visible: Sequence[str] | None, identity: object
+) -> list[str]:
+    """What an engine has to itself: the devices it names, else its place on the first visible.
+
+    An engine that no device was named for shares them with others, as its
+    gpu-memory-utilization says: Beam's own handlers do so, several models on one GPU. What it
+    must not meet is an earlier start of its own.
 
     Args:
       named: The devices it is pinned to.
       needed: How many it fills.
       visible: The GPUs of this worker; ``None`` where they could not be counted.
+      identity: See :attr:`Holder.identity`.
     """
     if named:
         return list(named)
-    return list(visible)[:needed] if visible is not None else [str(i) for i in range(needed)]
+    devices = visible if visible is not None else [str(i) for i in range(needed)]
+    place = hashlib.sha256(repr(identity).encode()).hexdigest()[:12]
+    return [f'{device} for {place}' for device in devices[:needed]]
 
 
 def _file_name(device: str) -> str:

@@ -22,7 +22,7 @@ from apache_beam_vllm_dynamo._addresses import (
     move_frontend,
 )
 from apache_beam_vllm_dynamo._commands import Command, Stack
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_in_use
+from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_to_lock
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._external_etcd import ExternalEtcd
 from apache_beam_vllm_dynamo._marker import kill_orphans
@@ -168,7 +168,9 @@ class _DynamoLocalRuntime:
         return [
             device
             for spec in self._config.listed_engines
-            for device in devices_in_use(spec.gpu_devices, spec.devices_needed, visible)
+            for device in devices_to_lock(
+                spec.gpu_devices, spec.devices_needed, visible, self.identity
+            )
         ]
 
     def _start_once(self) -> None:

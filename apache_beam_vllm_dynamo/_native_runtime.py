@@ -18,7 +18,7 @@ from apache_beam_vllm_dynamo._addresses import free_ports
 from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo._checks import positive_int_argument
 from apache_beam_vllm_dynamo._commands import native_server_command
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_in_use
+from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_to_lock
 from apache_beam_vllm_dynamo._marker import kill_orphans
 from apache_beam_vllm_dynamo._placement import look_up_topology
 from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
@@ -159,7 +159,7 @@ class NativeVLLMRuntime:
             raise StartError('The server was closed during its start.')
 
     def _gpus(self) -> list[str]:
-        """The GPUs that nobody else may use meanwhile, where there are any."""
+        """Its place on the GPUs, where there are any; see ``devices_to_lock``."""
         visible = look_up_topology(self._base_env).gpus
         if not visible:
             return []  # on CPU cores, which can be shared, or vLLM has to find out itself
@@ -171,7 +171,7 @@ class NativeVLLMRuntime:
                 ('data-parallel-size', 'dp'),
             )
         )
-        return devices_in_use((), needed, visible)
+        return devices_to_lock((), needed, visible, self.identity)
 
     def _launch(self, directory: Path) -> Service:
         template = None

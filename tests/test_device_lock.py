@@ -22,7 +22,7 @@ from apache_beam_vllm_dynamo import (
     StartError,
     VLLMCompletionsModelHandler,
 )
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_in_use, lock_directory
+from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_to_lock, lock_directory
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from tests.support.processes import ROOT, fds_of, runs, wait_until
 from tests.support.stacks import FAKE_MODULES, MODEL, nothing_left_on_this_machine, simulated
@@ -192,14 +192,17 @@ def test_the_locks_are_in_a_directory_of_this_user_alone(tmp_path: Path) -> None
     ('named', 'needed', 'visible', 'expected'),
     [
         (('4', '5'), 2, ('4', '5', '6'), ['4', '5']),
-        ((), 2, ('4', '5', '6'), ['4', '5']),
-        ((), 2, None, ['0', '1']),
+        ((), 2, ('4', '5', '6'), ['4 for', '5 for']),
+        ((), 2, None, ['0 for', '1 for']),
     ],
 )
-def test_an_engine_without_names_uses_the_first_gpus(
+def test_an_engine_without_names_has_a_place_of_its_own_on_the_first_gpus(
     named: tuple[str, ...], needed: int, visible: tuple[str, ...] | None, expected: list[str]
 ) -> None:
-    assert devices_in_use(named, needed, visible) == expected
+    locked = devices_to_lock(named, needed, visible, 'me')
+    assert [device.rpartition(' ')[0] or device for device in locked] == expected
+    other = devices_to_lock(named, needed, visible, 'somebody else')
+    assert (set(locked) & set(other) == set()) == (not named)
 
 
 def test_a_second_load_of_a_handler_replaces_the_first() -> None:
@@ -212,11 +215,10 @@ def test_a_second_load_of_a_handler_replaces_the_first() -> None:
     assert len(handler.run_inference(['x'], second)) == 1
 
 
-def test_another_model_on_the_same_gpu_is_an_error_that_leaves_the_first_alone() -> None:
-    first = native().load_model()
-    with pytest.raises(DevicesBusyError, match='another model server of this process'):
-        native('other').load_model()
+def test_another_model_may_share_a_gpu_that_neither_names() -> None:
+    first, second = native().load_model(), native('other').load_model()
     assert runs(first.status()[0].pid)
+    assert runs(second.status()[0].pid)
 
 
 def test_the_successor_of_a_killed_process_waits_for_its_engine() -> None:
