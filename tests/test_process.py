@@ -480,7 +480,7 @@ class TestOwner:
                     child.stop('from the fork')
                 with pytest.raises(RuntimeError, match='belongs to process'):
                     child.wait()
-                assert fds_of() == before
+                assert fds_of().items() <= before.items()
                 del child
                 gc.collect()
             except BaseException:  # noqa: BLE001  a fork must not run the rest of the tests
