@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +164,7 @@ class Injector:
             time.sleep(LOOK_INTERVAL_S)
 
 
-def not_whole(model: Any, victims: dict[str, int | None]) -> str:
+def not_whole(model: Any, victims: Mapping[str, int | None]) -> str:
     """What is missing until every process serves and exactly the engines are routable."""
     statuses = model.status()
     for status in statuses:
@@ -185,8 +184,3 @@ def routable(runtime: Any) -> int:
     if stack is None:
         return 0
     return _probes.routed_engines(stack.addresses.frontend_port, stack.model_name, stack.namespace)
-
-
-def clean(directory: Path) -> None:
-    """Removes what the faults needed."""
-    shutil.rmtree(directory, ignore_errors=True)

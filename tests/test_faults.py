@@ -1,0 +1,324 @@
+"""What dies in the midst of work costs a pause and no element: on four simulated engines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from apache_beam.utils.multi_process_shared import MultiProcessShared
+
+from apache_beam_vllm_dynamo import RuntimeFailedError, VLLMCompletionsModelHandler
+from apache_beam_vllm_dynamo._etcd import find_etcd
+from apache_beam_vllm_dynamo._marker import MARKER
+from apache_beam_vllm_dynamo._private_directory import PREFIX
+from benchmarks._fault_injection import config_fields, not_whole
+from tests.support.processes import ROOT, runs, wait_until
+from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
+
+ENGINES = 4
+# 40 tokens take 0.8 s at the pace of a GPU, so that there is always something in flight.
+BATCH = [f'{i}: what does it cost?' for i in range(200)]
+ARGUMENTS = {'max_tokens': 40}
+
+OWNS = """
+import os, signal, sys
+from apache_beam_vllm_dynamo import VLLMCompletionsModelHandler
+from tests.support.stacks import MODEL, simulated
+signal.alarm(100)
+handler = VLLMCompletionsModelHandler(
+    MODEL, use_dynamo=True, dynamo_runtime_config=simulated(4, simulation_kwargs={})
+)
+model = handler.load_model()
+print('serves', flush=True)
+handler.run_inference(['x'] * 4000, model, {'max_tokens': 40})
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean() -> Iterator[None]:
+    with nothing_left_on_this_machine():
+        yield
+
+
+def handler_of(
+    env_vars: dict[str, str] | None = None, **fields: Any
+) -> VLLMCompletionsModelHandler:
+    fields.setdefault('simulation_kwargs', {})
+    fields.setdefault('vllm_server_kwargs', {'max-num-seqs': 32})
+    config = simulated(ENGINES, **fields)
+    return VLLMCompletionsModelHandler(
+        MODEL,
+        use_dynamo=True,
+        dynamo_runtime_config=config,
+        on_error='return',
+        env_vars=env_vars or {},
+    )
+
+
+class Work:
+    """Batches that follow each other in two threads until somebody says that it is enough."""
+
+    def __init__(self, handler: VLLMCompletionsModelHandler, model: Any) -> None:
+        self._handler = handler
+        self._model = model
+        self._enough = threading.Event()
+        self._threads = ThreadPoolExecutor(2)
+        self._batches = [self._threads.submit(self._ask) for _ in range(2)]
+
+    def _ask(self) -> list[Any]:
+        inferences = []
+        while not self._enough.is_set():
+            results = self._handler.run_inference(BATCH, self._model, ARGUMENTS)
+            assert [result.example for result in results] == BATCH
+            inferences += [result.inference for result in results]
+        return inferences
+
+    def finish(self) -> list[Any]:
+        """What every element got."""
+        self._enough.set()
+        self._threads.shutdown()
+        return [inference for batch in self._batches for inference in batch.result()]
+
+
+@contextlib.contextmanager
+def under_load(handler: VLLMCompletionsModelHandler, model: Any) -> Iterator[Work]:
+    """Requests in flight during the block; afterwards each has its whole answer."""
+    work = Work(handler, model)
+    try:
+        time.sleep(0.5)  # in the midst of the first answers
+        yield work
+    finally:
+        inferences = work.finish()
+    assert len(inferences) >= 2 * len(BATCH)
+    failed = [str(i) for i in inferences if not hasattr(i, 'choices')]
+    assert failed == []
+    assert {inference.usage.completion_tokens for inference in inferences} == {40}
+
+
+def pid_of(model: Any, label: str) -> int:
+    pid = next(status.pid for status in model.status() if status.label == label)
+    assert pid is not None
+    return int(pid)
+
+
+def wait_until_whole(model: Any, *victims: str, before: dict[str, int], bound_s: float) -> float:
+    """Waits until all victims are replaced and all engines routable; how long it took."""
+    began = time.monotonic()
+    replaced = {label: before[label] for label in victims}
+    wait_until('the stack is whole', lambda: not not_whole(model, replaced), bound_s)
+    return time.monotonic() - began
+
+
+def pids(model: Any) -> dict[str, int]:
+    return {status.label: status.pid for status in model.status()}
+
+
+@pytest.mark.parametrize(
+    ('victims', 'number', 'bound_s'),
+    [
+        pytest.param(('engine 1 of 4',), signal.SIGKILL, 15, id='an engine is killed'),
+        pytest.param(
+            ('engine 1 of 4', 'engine 3 of 4'), signal.SIGKILL, 15, id='two engines are killed'
+        ),
+        pytest.param(('engine 2 of 4',), signal.SIGSTOP, 25, id='an engine is stopped'),
+        pytest.param(('frontend',), signal.SIGKILL, 20, id='the frontend is killed'),
+        pytest.param(('event broker',), signal.SIGKILL, 15, id='the event broker is killed'),
+        pytest.param(('etcd',), signal.SIGKILL, 20, id='etcd is killed'),
+    ],
+)
+def test_no_element_is_lost_and_the_stack_is_whole_again_when(
+    victims: tuple[str, ...], number: int, bound_s: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = handler_of()
+    model = handler.load_model()
+    before = pids(model)
+    with caplog.at_level(logging.INFO), under_load(handler, model):
+        for label in victims:
+            os.kill(before[label], number)
+        wait_until_whole(model, *victims, before=before, bound_s=bound_s)
+    after = model.status()
+    assert {s.label: s.restarts for s in after if s.restarts} == dict.fromkeys(victims, 1)
+    assert {s.label for s in after if s.last_error} == set(victims)
+    others = before.keys() - set(victims)
+    assert {label: pids(model)[label] for label in others} == {
+        label: before[label] for label in others
+    }
+    for label in victims:
+        said = [r for r in caplog.records if r.getMessage().startswith(f'{label}: restarting')]
+        assert [r.levelname for r in said] == ['WARNING']
+
+
+def test_etcd_that_is_away_for_longer_than_a_lease_costs_a_pause(tmp_path: Path) -> None:
+    """Engines end by themselves then, and that is not held against them."""
+    down = tmp_path / 'down'
+    lease = {'ETCD_LEASE_TTL': '2'}
+    handler = handler_of(lease, **config_fields('etcd_down_40_s', down))
+    model = handler.load_model()
+    before = pids(model)
+    with under_load(handler, model):
+        down.touch()
+        os.kill(before['etcd'], signal.SIGKILL)
+        wait_until('an engine has ended', lambda: not all(map(runs, engines_of(before))), 30)
+        down.unlink()
+        wait_until_whole(model, 'etcd', before=before, bound_s=30)
+
+
+def engines_of(by_label: dict[str, int]) -> list[int]:
+    return [pid for label, pid in by_label.items() if label.startswith('engine')]
+
+
+def test_an_external_etcd_that_goes_away_costs_a_pause(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        url = f'http://127.0.0.1:{free.getsockname()[1]}'
+    command = [
+        find_etcd(None, os.environ.get('PATH')), '--data-dir', str(tmp_path / 'data'),
+        '--listen-client-urls', url, '--advertise-client-urls', url,
+        '--listen-peer-urls', 'http://127.0.0.1:0', '--log-level', 'error',
+    ]  # fmt: skip
+
+    @contextlib.contextmanager
+    def etcd() -> Iterator[None]:
+        with subprocess.Popen(command) as process:
+            try:
+                yield
+            finally:
+                process.kill()
+
+    handler = VLLMCompletionsModelHandler(
+        MODEL,
+        use_dynamo=True,
+        dynamo_runtime_config=simulated(1, simulation_kwargs={}),
+        on_error='return',
+        env_vars={'ETCD_ENDPOINTS': url, 'ETCD_LEASE_TTL': '2'},
+    )
+    with etcd():
+        wait_until('etcd listens', lambda: listens(url))
+        model = handler.load_model()
+        before = pids(model)
+        work = Work(handler, model)
+    try:
+        wait_until('the engine has ended', lambda: not runs(before['engine 1 of 1']), 30)
+        restarts = sum(status.restarts for status in model.status())
+        time.sleep(3)  # nothing is tried meanwhile
+        assert sum(status.restarts for status in model.status()) == restarts == 0
+        with etcd():
+            wait_until('the stack is whole', lambda: not not_whole(model, {}), 40)
+            inferences = work.finish()
+            model.close()
+    finally:
+        work.finish()
+    assert [str(i) for i in inferences if not hasattr(i, 'choices')] == []
+
+
+def listens(url: str) -> bool:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(('127.0.0.1', int(url.rpartition(':')[2])), 0.5),
+    ):
+        return True
+    return False
+
+
+def test_an_engine_that_dies_on_every_start_fails_the_job_with_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('apache_beam_vllm_dynamo._restart.RestartPolicy.backoff_s', lambda *_: 0.1)
+    down = tmp_path / 'down'
+    handler = handler_of(**config_fields('engine_dies_on_every_start', down))
+    model = handler.load_model()
+    down.touch()
+    os.kill(pid_of(model, 'engine 4 of 4'), signal.SIGKILL)
+    with pytest.raises(
+        RuntimeFailedError, match=r'engine 4 of 4.*failed 6 times in a row'
+    ) as raised:
+        ask_for_ever(handler, model)
+    assert raised.value.log_tail == ('the simulated engine is broken',)
+    states = {status.label: str(status.state) for status in model.status()}
+    assert states.pop('engine 4 of 4') == 'failed'
+    assert set(states.values()) == {'stopped'}
+
+
+def ask_for_ever(handler: VLLMCompletionsModelHandler, model: Any) -> None:
+    while True:
+        handler.run_inference(BATCH, model, ARGUMENTS)
+
+
+def test_a_frontend_whose_port_was_taken_moves_to_another() -> None:
+    handler = handler_of()
+    model = handler.load_model()
+    before = pids(model)
+    old = model.endpoint()
+    port = int(old.rpartition(':')[2])
+    with under_load(handler, model), socket.socket() as thief:
+        thief.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.kill(before['frontend'], signal.SIGKILL)
+        wait_until('the port is taken', lambda: binds(thief, port), 10)
+        thief.listen()
+        wait_until_whole(model, 'frontend', before=before, bound_s=30)
+    assert model.endpoint() != old
+
+
+def binds(thief: socket.socket, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        thief.bind(('127.0.0.1', port))
+        return True
+    return False
+
+
+def test_nothing_is_left_of_a_killed_owner(tmp_path: Path) -> None:
+    env = {**os.environ, 'TMPDIR': str(tmp_path)}
+    with subprocess.Popen(
+        (sys.executable, '-c', OWNS), stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
+    ) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == 'serves\n'
+        time.sleep(0.5)  # in the midst of the requests
+        assert len(children_of_owner(owner.pid)) >= 2 * (ENGINES + 3)
+        owner.kill()
+    wait_until('all have ended', lambda: not children_of_owner(owner.pid), 10)
+    wait_until('the directory is gone', lambda: not list(tmp_path.glob(f'{PREFIX}*')), 10)
+    assert str(tmp_path) not in Path('/proc/net/unix').read_text()
+
+
+def children_of_owner(pid: int) -> list[str]:
+    ours = f'{MARKER}={pid}.'.encode()
+    found = []
+    for path in Path('/proc').glob('[0-9]*/environ'):
+        with contextlib.suppress(OSError):
+            if ours in path.read_bytes():
+                found.append(path.parent.name)
+    return found
+
+
+def test_the_state_of_each_process_is_read_through_a_proxy() -> None:
+    handler = handler_of()
+    shared = MultiProcessShared(handler.load_model, tag='test_faults', always_proxy=True)
+    model: Any = shared.acquire()
+    try:
+        before = pids(model)
+        os.kill(before['engine 2 of 4'], signal.SIGKILL)
+        seen: Callable[[], bool] = lambda: any(  # noqa: E731
+            s.label == 'engine 2 of 4' and s.state == 'restarting' for s in model.status()
+        )
+        wait_until('it is seen to restart', seen)
+        wait_until('it serves', lambda: all(status.state == 'serving' for status in model.status()))
+        status = next(s for s in model.status() if s.label == 'engine 2 of 4')
+        assert status.restarts == 1
+        assert status.last_error == 'ended: killed by SIGKILL'
+        assert status.pid not in (None, before['engine 2 of 4'])
+    finally:
+        model.close()
+        shared.release(model)
