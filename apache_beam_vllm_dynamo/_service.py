@@ -140,6 +140,7 @@ class Service:
         self._started_at = 0.0
         self._next_probe_at = 0.0
         self._silent_probes = 0
+        self._asked_at = 0.0
         self._well_at = 0.0
         self._served_before = False
         self._last_cause = ''  # of the start that failed last
@@ -250,6 +251,7 @@ class Service:
                 ask = self.spec.probe if starting else self.spec.liveness or self.spec.probe
                 if not self._silent_probes:
                     self._cpu_time_before = self._cpu_time_used()
+                self._asked_at = self._clock()
                 self._probing = probes.submit(ask, LIVENESS_TIMEOUT_S)
             return
         if not self._probing.done():
@@ -273,7 +275,8 @@ class Service:
                 self._kill_hung(f'says for {UNHEALTHY_BOUND_S:.0f} s that it is not well: {found}')
             return
         self._silent_probes += 1
-        self._next_probe_at = self._clock()
+        # A refused connection takes no time, and may mean that it is about to end by itself.
+        self._next_probe_at = self._asked_at + LIVENESS_TIMEOUT_S
         frozen = self._cpu_time_used() == self._cpu_time_before is not None
         if self._silent_probes >= (SILENT_PROBES_OF_FROZEN if frozen else SILENT_PROBES):
             self._kill_hung(f'does not answer: {found}')

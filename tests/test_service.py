@@ -25,6 +25,7 @@ from apache_beam_vllm_dynamo._service import (
 T = TypeVar('T')
 
 SILENT = Reply(None, problem='timed out')
+REFUSED = Reply(None, problem='connection refused')
 UNWELL = Reply(503)
 WELL = None
 OUT_OF_MEMORY = 'torch.OutOfMemoryError: CUDA out of memory.'
@@ -214,6 +215,21 @@ def test_one_that_uses_no_cpu_time_is_given_less(serving: World) -> None:
     serving.answer = SILENT
     took_s = serving.until('restarting')
     assert took_s == pytest.approx(SILENT_PROBES_OF_FROZEN * LIVENESS_TIMEOUT_S + 1, abs=1)
+
+
+def test_one_that_refuses_connections_is_given_as_much_time_as_a_silent_one(
+    serving: World,
+) -> None:
+    """It may be ending by itself, with requests to finish."""
+    serving.busy = False
+    serving.answer = REFUSED
+    took_s = serving.until('restarting')
+    assert took_s >= (SILENT_PROBES_OF_FROZEN - 1) * LIVENESS_TIMEOUT_S
+    serving.answer = WELL
+    serving.until('serving')
+    serving.busy = True
+    serving.answer = REFUSED
+    assert serving.until('restarting') >= (SILENT_PROBES - 1) * LIVENESS_TIMEOUT_S
 
 
 def test_single_silent_probes_are_forgiven(serving: World) -> None:
