@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 from apache_beam.utils.multi_process_shared import MultiProcessShared
 
-from apache_beam_vllm_dynamo import RuntimeFailedError, VLLMCompletionsModelHandler, _retry
+from apache_beam_vllm_dynamo import RuntimeFailedError, VLLMCompletionsModelHandler, _probes, _retry
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._marker import MARKER
 from apache_beam_vllm_dynamo._private_directory import PREFIX
+from apache_beam_vllm_dynamo._routing import listening_ports
 from benchmarks._fault_injection import config_fields, not_whole
 from tests.support.processes import ROOT, runs, wait_until
 from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
@@ -309,6 +310,16 @@ def children_of_owner(pid: int) -> list[str]:
             if ours in path.read_bytes():
                 found.append(path.parent.name)
     return found
+
+
+def test_what_the_frontend_routes_to_is_told_from_what_listens() -> None:
+    model = handler_of().load_model()
+    port = int(model.endpoint().rpartition(':')[2])
+    routed = _probes.routed_ports(port, model._runtime._stack.namespace)  # type: ignore[attr-defined]  # of one kind of runtime
+    assert routed is not None
+    assert len(routed) == ENGINES
+    for pid in engines_of(pids(model)):
+        assert len(routed & listening_ports(pid)) == 1
 
 
 def test_the_state_of_each_process_is_read_through_a_proxy() -> None:
