@@ -53,7 +53,7 @@ def _clean() -> Iterator[None]:
     descriptors = fds_of()
     with nothing_left_on_this_machine():
         yield
-    assert [fd for fd, path in fds_of().items() if path.endswith('.lock')] == []
+    assert [fd for fd, path in fds_of().items() if path.startswith(str(lock_directory()))] == []
     assert len(fds_of()) <= len(descriptors) + 8  # the loop's own, made once a process
 
 
