@@ -100,18 +100,11 @@ def routed_ports(
 
 def migrations(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
     """How many requests the frontend has moved to another engine; ``None`` without an answer."""
-    connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
     try:
-        connection.request('GET', '/metrics')
-        response = connection.getresponse()
-        text = response.read()
+        status, text = _send('GET', port, '/metrics', None, timeout_s)
     except (OSError, http.client.HTTPException):
         return None
-    finally:
-        connection.close()
-    if response.status != HTTPStatus.OK:
-        return None
-    return count_of_migrations(text)
+    return count_of_migrations(text) if status == HTTPStatus.OK else None
 
 
 def count_of_migrations(text: bytes) -> int:
@@ -148,21 +141,28 @@ def _workers(reply: Reply, namespace: str) -> int:
 def _exchange(
     method: str, port: int, path: str, body: dict[str, object] | None, timeout_s: float
 ) -> Reply:
+    try:
+        status, content = _send(method, port, path, body, timeout_s)
+    except (OSError, http.client.HTTPException) as error:
+        return Reply(None, problem=f'{type(error).__name__}: {error}')
+    try:
+        return Reply(status, json.loads(content))
+    except ValueError:
+        return Reply(status)
+
+
+def _send(
+    method: str, port: int, path: str, body: dict[str, object] | None, timeout_s: float
+) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
     try:
         payload = json.dumps(body).encode() if body is not None else None
         headers = {'Content-Type': 'application/json'} if body is not None else {}
         connection.request(method, path, payload, headers)
         response = connection.getresponse()
-        content = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        return Reply(None, problem=f'{type(error).__name__}: {error}')
+        return response.status, response.read()
     finally:
         connection.close()
-    try:
-        return Reply(response.status, json.loads(content))
-    except ValueError:
-        return Reply(response.status)
 
 
 def _field(value: object, name: str) -> object:

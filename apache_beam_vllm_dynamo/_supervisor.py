@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from apache_beam_vllm_dynamo._prober import Prober
-from apache_beam_vllm_dynamo._restart import ChildState, ChildStatus
+from apache_beam_vllm_dynamo._restart import ChildState
 from apache_beam_vllm_dynamo._service import Probes, Service
 from apache_beam_vllm_dynamo.errors import RuntimeFailedError
 
@@ -50,10 +50,6 @@ class Supervisor:
     def failure(self) -> RuntimeFailedError | None:
         """Why the stack was given up, if it was."""
         return self._failure
-
-    def statuses(self) -> tuple[ChildStatus, ...]:
-        """What is known of each service."""
-        return tuple(service.status for service in self._services)
 
     def end(self) -> None:
         """Stops watching; the services live on. Waits for a restart under way."""
