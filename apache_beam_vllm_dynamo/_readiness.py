@@ -78,8 +78,8 @@ def await_engines(
                 waiting.remove(engine)
                 waited = time.monotonic() - started
                 _LOGGER.info('%s ready after %.0f s', engine.spec.label, waited)
-            else:
-                _check_its_port(engine)
+            elif engine.lost_its_port():
+                raise _could_not_listen(engine)
         if not waiting:
             return
         now = time.monotonic()
@@ -95,12 +95,9 @@ def await_engines(
         time.sleep(POLL_INTERVAL_S)
 
 
-def _check_its_port(engine: Service) -> None:
-    """An engine whose system port is taken says so, lives on, and never becomes healthy."""
+def _could_not_listen(engine: Service) -> ChildExitedError:
     tail = engine.log_tail()
-    diagnosis = diagnose(tail)
-    if diagnosis.retry == 'other_addresses':
-        raise ChildExitedError(engine.spec.label, 'it could not listen', tail, diagnosis.hint)
+    return ChildExitedError(engine.spec.label, 'it could not listen', tail, diagnose(tail).hint)
 
 
 def with_free_addresses(start_once: Callable[[], None]) -> None:

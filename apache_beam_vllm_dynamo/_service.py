@@ -189,6 +189,17 @@ class Service:
         """The last lines that its present process wrote."""
         return self.process.log_tail(lines) if self.process is not None else ()
 
+    def lost_its_port(self) -> bool:
+        """Whether it cannot listen because others took its port; looks at most once a second.
+
+        An engine whose health port is taken says so, lives on and never becomes healthy.
+        """
+        now = self._clock()
+        if now < self._next_log_look_at:
+            return False
+        self._next_log_look_at = now + LOG_LOOK_INTERVAL_S
+        return diagnose(self.log_tail()).retry == 'other_addresses'
+
     def came_up(self) -> None:
         """Notes that it serves from now on."""
         self._tracker.came_up()
@@ -286,14 +297,10 @@ class Service:
         return self._cpu_time(pid) if pid is not None else None
 
     def _look_at_start(self, found: Answer) -> None:
-        now = self._clock()
-        if now - self._started_at > self.spec.start_bound_s:
+        if self._clock() - self._started_at > self.spec.start_bound_s:
             self._kill_hung(f'did not serve within {self.spec.start_bound_s:.0f} s: {found}')
-        elif now >= self._next_log_look_at:
-            self._next_log_look_at = now + LOG_LOOK_INTERVAL_S
-            # An engine whose health port is taken says so, lives on and never becomes healthy.
-            if diagnose(self.log_tail()).retry == 'other_addresses':
-                self._kill_hung('could not listen on its port')
+        elif self.lost_its_port():
+            self._kill_hung('could not listen on its port')
 
     def _kill_hung(self, problem: str) -> None:
         assert self.process is not None
