@@ -12,8 +12,8 @@ from apache_beam.io.filesystems import FileSystems
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
 
 from apache_beam_vllm_dynamo import _metrics, _reuse
-from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
-from apache_beam_vllm_dynamo._checks import check_seconds, positive_int_argument
+from apache_beam_vllm_dynamo._arguments import ServerArgument
+from apache_beam_vllm_dynamo._checks import check_seconds
 from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
@@ -30,8 +30,8 @@ from apache_beam_vllm_dynamo._reserved import check_native_kwargs
 from apache_beam_vllm_dynamo._responses import Answer, Outcome
 from apache_beam_vllm_dynamo._retry import RequestLimits
 from apache_beam_vllm_dynamo.config import (
-    DEFAULT_MAX_NUM_SEQS,
     DynamoRuntimeConfig,
+    DynamoVLLMEngineSpec,
     EnginesPerWorker,
 )
 from apache_beam_vllm_dynamo.errors import (
@@ -98,7 +98,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             max_retries=max_retries,
         )
         self._use_dynamo = use_dynamo
-        self._vllm_server_kwargs = normalized('vllm_server_kwargs', vllm_server_kwargs or {})
+        self._native_server = DynamoVLLMEngineSpec(vllm_server_kwargs=vllm_server_kwargs or {})
         self._config = _config(
             use_dynamo=use_dynamo,
             vllm_server_kwargs=vllm_server_kwargs,
@@ -107,7 +107,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             start_timeout_secs=start_timeout_secs,
         )
         if not use_dynamo:
-            check_native_kwargs(self._vllm_server_kwargs, model_name)
+            check_native_kwargs(self._native_server.vllm_server_kwargs, model_name)
         self._start_timeout_secs = start_timeout_secs or DynamoRuntimeConfig().start_timeout_secs
         # Beam would write them into the environment of the whole SDK process.
         self._server_env = _environment(options.pop('env_vars', None) or {})
@@ -253,8 +253,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             )
         return NativeVLLMRuntime(
             self._model_name,
-            self._vllm_server_kwargs,
-            window=self._native_window(),
+            self._native_server,
             chat_template=template,
             start_timeout_s=self._start_timeout_secs,
             stop_timeout_s=DynamoRuntimeConfig().stop_timeout_secs,
@@ -265,21 +264,12 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         window = self._max_in_flight or model.window()
         return InferenceClient(model.endpoint, window, self._limits)
 
-    def _native_window(self) -> int:
-        replicas = positive_int_argument(
-            self._vllm_server_kwargs, ('data-parallel-size', 'dp'), default=1
-        )
-        sequences = positive_int_argument(
-            self._vllm_server_kwargs, ('max-num-seqs',), default=DEFAULT_MAX_NUM_SEQS
-        )
-        return replicas * sequences
-
     def _expected_window(self) -> int:
         """The window, as far as it is known before a worker has counted its devices."""
         if self._max_in_flight is not None:
             return self._max_in_flight
         if self._config is None:
-            return self._native_window()
+            return self._native_server.max_num_seqs
         if isinstance(self._config.engines, EnginesPerWorker):
             return self._config.engines.spec.max_num_seqs
         return sum(spec.max_num_seqs for spec in self._config.engines)

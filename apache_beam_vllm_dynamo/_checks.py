@@ -97,19 +97,17 @@ def check_disjoint(what: str, of_engines: Sequence[Sequence[object]]) -> None:
 
 
 def positive_int_argument(
-    arguments: Mapping[str, ServerArgument], flags: Sequence[str], *, default: int
+    arguments: Mapping[str, ServerArgument], flag: str, *, default: int
 ) -> int:
-    for flag in flags:
-        value = arguments.get(flag)
-        if value is None:
-            continue
-        try:
-            number = int(value) if isinstance(value, (int, str)) else 0
-        except ValueError:
-            number = 0
-        if isinstance(value, bool) or number < 1:
-            raise ConfigurationError(
-                f'vllm_server_kwargs[{flag!r}] is {value!r}; it must be a whole number, 1 or more.'
-            )
-        return number
-    return default
+    value = arguments.get(flag)
+    if value is None:
+        return default
+    try:
+        number = int(value) if isinstance(value, (int, str)) else 0
+    except ValueError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise ConfigurationError(
+            f'vllm_server_kwargs[{flag!r}] is {value!r}; it must be a whole number, 1 or more.'
+        )
+    return number

@@ -98,7 +98,7 @@ class DynamoVLLMEngineSpec:
         return math.prod(map(self._number, _PARALLEL_SIZES))
 
     def _number(self, flag: str, *, default: int = 1) -> int:
-        return _checks.positive_int_argument(self.vllm_server_kwargs, (flag,), default=default)
+        return _checks.positive_int_argument(self.vllm_server_kwargs, flag, default=default)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

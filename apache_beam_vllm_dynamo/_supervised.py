@@ -1,0 +1,200 @@
+"""The life of a group of servers on a worker, whichever servers they are.
+
+What every runtime owes is here: the locks on its devices, a directory of its own, a start that
+leaves nothing behind when it fails or is given up, a supervisor while it runs, and a stop.
+"""
+
+from __future__ import annotations
+
+import abc
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from apache_beam_vllm_dynamo._device_lock import DeviceLocks
+from apache_beam_vllm_dynamo._marker import kill_orphans
+from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
+from apache_beam_vllm_dynamo._process import stop_all
+from apache_beam_vllm_dynamo._readiness import with_free_addresses
+from apache_beam_vllm_dynamo._restart import ChildStatus
+from apache_beam_vllm_dynamo._service import Need, Service, ServiceSpec
+from apache_beam_vllm_dynamo._supervisor import Supervisor, Watch
+from apache_beam_vllm_dynamo.errors import RuntimeFailedError, StartError
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class SupervisedRuntime(abc.ABC):
+    """Starts servers, proves that they serve, keeps them so, and takes them down again.
+
+    Args:
+      devices: What it has to itself while its processes live; see ``DeviceLocks``.
+      env: The worker's environment, which is never changed.
+      chat_template: The text of a chat template over the model's own, or ``None``.
+      start_timeout_s: How long the start may take, in seconds, model load included.
+    """
+
+    _noun: ClassVar[str]
+    """What messages call it."""
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        chat_template: str | None,
+        start_timeout_s: float,
+    ) -> None:
+        self._base_env = env
+        self._chat_template = chat_template
+        self._start_timeout_s = start_timeout_s
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._locks = DeviceLocks(self, devices)
+        self._services: list[Service] = []
+        self._ready = False
+        self._supervisor: Supervisor | None = None
+        self._directory: PrivateDirectory | None = None
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> object:
+        """Equal for two loads of the same model with the same settings."""
+
+    def start(self) -> None:
+        """Starts everything and returns when a request for one token was answered.
+
+        One of the same identity that this process started earlier on the same GPUs is closed
+        first; one of another process is waited for.
+
+        Raises:
+          StartError: Something did not come up; whatever had started is gone again.
+        """
+        for orphan in kill_orphans():
+            _LOGGER.warning('Process %d of a dead owner does not end.', orphan)
+        self._locks.acquire(self._start_timeout_s, self._closed.is_set)
+        try:
+            with_free_addresses(self._start_once)
+        except BaseException as error:
+            self._locks.release()
+            if self._closed.is_set() and isinstance(error, Exception):
+                raise StartError(f'The start was given up: the {self._noun} was closed.') from error
+            raise
+
+    def endpoint(self) -> str:
+        """Where requests go, without a path.
+
+        Raises:
+          RuntimeFailedError: It was given up or closed.
+        """
+        with self._lock:
+            base_url, supervisor = self._base_url() if self._ready else None, self._supervisor
+        if supervisor is not None and supervisor.failure is not None:
+            raise supervisor.failure
+        if base_url is None:
+            raise RuntimeFailedError(f'The {self._noun} was closed.')
+        return base_url
+
+    def statuses(self) -> tuple[ChildStatus, ...]:
+        """What is known of each child."""
+        return tuple(service.status for service in self._services)
+
+    def close(self, reason: str = 'closed') -> None:
+        """Stops everything and removes the directory; closing twice is no error.
+
+        Each step of the stop takes at most the grace of its services, and five seconds more
+        where something has to be killed.
+        """
+        self._closed.set()
+        self._take_down(reason)
+        self._locks.release()
+
+    @abc.abstractmethod
+    def _bring_up(self, directory: Path, deadline: float) -> None:
+        """Launches the services and waits until all of them serve."""
+
+    @abc.abstractmethod
+    def _base_url(self) -> str | None:
+        """Where requests go, while there is such a place; called with the lock."""
+
+    @abc.abstractmethod
+    def _forget_addresses(self) -> None:
+        """Forgets where its servers listen; called with the lock."""
+
+    def _watches(self) -> Sequence[Watch]:
+        """What the supervisor looks at beside each service alone."""
+        return ()
+
+    def _stop_steps(self) -> list[list[Service]]:
+        """The services in the order of their stop; those of one step end together."""
+        return [[service] for service in reversed(self._services)]
+
+    def _start_once(self) -> None:
+        deadline = time.monotonic() + self._start_timeout_s
+        self._services = []
+        try:
+            self._directory = PrivateDirectory.make()
+            self._bring_up(self._directory.path, deadline)
+            supervisor = Supervisor(
+                self._services, f'vLLM {self._noun} supervisor', self._watches()
+            )
+            supervisor.start()
+        except BaseException as error:
+            self._take_down(f'the start failed: {type(error).__name__}')
+            raise
+        with self._lock:
+            self._supervisor, self._ready = supervisor, True
+        if self._closed.is_set():
+            self._take_down('closed during its start')
+            raise StartError(f'The {self._noun} was closed during its start.')
+
+    def _take_down(self, reason: str) -> None:
+        with self._lock:
+            supervisor, self._supervisor = self._supervisor, None
+            directory, self._directory = self._directory, None
+            self._ready = False
+            self._forget_addresses()
+        if supervisor is not None:
+            supervisor.end()
+        for step in self._stop_steps():
+            stop_all([s.process for s in step if s.process is not None], reason)
+            for service in step:
+                service.stopped()
+        if directory is not None:
+            directory.remove()
+
+    def _launch(self, renew: Callable[[bool], ServiceSpec], needs: Sequence[Need] = ()) -> Service:
+        """Starts one service.
+
+        Args:
+          renew: Its spec at each start; the argument is whether others took its address.
+          needs: What it cannot start without.
+        """
+        service = Service(renew(False), needs, self._locks.fds, renew)
+        self._services.append(service)
+        if self._closed.is_set():
+            raise self._was_closed()
+        service.launch()
+        if self._closed.is_set() and service.process is not None:
+            service.process.kill(f'the {self._noun} was closed')
+            raise self._was_closed()
+        return service
+
+    def _was_closed(self) -> StartError:
+        return StartError(f'The {self._noun} was closed.')
+
+    def _write_template(self, directory: Path) -> Path | None:
+        if self._chat_template is None:
+            return None
+        template = directory / 'chat_template.jinja'
+        template.write_text(self._chat_template, encoding='utf-8')
+        return template
+
+
+def environment_of_worker(env: Mapping[str, str] | None) -> dict[str, str]:
+    """A copy of ``env``, or of the process's own where it is ``None``."""
+    return dict(os.environ if env is None else env)
