@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.stacks import nothing_left_on_this_machine
+
 
 @pytest.fixture(scope='session', autouse=True)
 def _own_temporary_directory() -> Iterator[None]:
@@ -22,3 +24,10 @@ def _own_temporary_directory() -> Iterator[None]:
     if before is not None:
         os.environ['TMPDIR'] = before
     shutil.rmtree(directory)
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Ends the clients and servers of a test, and looks for what is left of them."""
+    with nothing_left_on_this_machine():
+        yield

@@ -12,15 +12,10 @@ from benchmarks import driver_overhead
 from benchmarks._drivers import Driver, Load, Measured, measure, measure_unbounded
 from benchmarks._served import Served
 from tests.fake_server import FakeServer
-from tests.support.stacks import nothing_left_on_this_machine
+
+pytestmark = pytest.mark.usefixtures('nothing_left')
 
 PROMPTS = [f'prompt {i}' for i in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 @pytest.fixture

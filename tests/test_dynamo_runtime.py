@@ -11,7 +11,6 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,19 +35,14 @@ from tests.support.stacks import (
     complete,
     directories,
     metric,
-    nothing_left_on_this_machine,
     pids_of_children,
     simulated,
     started,
 )
 
+pytestmark = pytest.mark.usefixtures('nothing_left')
+
 LONG_PREFIX = 'The contract says that the tenant pays for the repair of the roof. ' * 40
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 def environment_of(pid: int) -> dict[str, str]:

@@ -10,7 +10,6 @@ import json
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,15 +27,11 @@ from apache_beam_vllm_dynamo import (
 )
 from apache_beam_vllm_dynamo._commands import native_server_command
 from tests.support.processes import runs, wait_until
-from tests.support.stacks import FAKE_MODULES, nothing_left_on_this_machine
+from tests.support.stacks import FAKE_MODULES
+
+pytestmark = pytest.mark.usefixtures('nothing_left')
 
 HANDLERS = (VLLMCompletionsModelHandler, VLLMChatModelHandler)
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 def native(**arguments: Any) -> VLLMCompletionsModelHandler:

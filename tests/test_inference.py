@@ -33,31 +33,19 @@ from apache_beam_vllm_dynamo import (
     SplitErrors,
     VLLMCompletionsModelHandler,
 )
-from apache_beam_vllm_dynamo._metrics import NAMESPACE
 from tests.fake_server import FakeServer
-from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
+from tests.support.pipelines import IN_PROCESS, collect, collected, our_metrics
+from tests.support.stacks import MODEL, simulated
 
-IN_PROCESS = PipelineOptions(['--runner=FnApiRunner'])
+pytestmark = pytest.mark.usefixtures('nothing_left')
+
 PROMPTS = [f'prompt number {i}' for i in range(200)]
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 @pytest.fixture
 def server() -> Iterator[FakeServer]:
     with FakeServer() as fake:
         yield fake
-
-
-collected: list[Any] = []
-
-
-def collect(element: object) -> None:
-    collected.append(element)
 
 
 class OnServer:
@@ -108,13 +96,7 @@ def run(elements: Sequence[object], *transforms: Any) -> tuple[list[Any], dict[s
         for index, transform in enumerate(transforms):
             out = out | f'{index}' >> transform
         _ = out | 'collect' >> beam.Map(collect)
-    metrics = pipeline.result.metrics().query()
-    found = {
-        m.key.metric.name: m.committed
-        for m in (*metrics['counters'], *metrics['distributions'])
-        if m.key.metric.namespace == NAMESPACE
-    }
-    return list(collected), found
+    return list(collected), our_metrics(pipeline.result)
 
 
 def text(result: Any) -> Any:

@@ -28,16 +28,12 @@ from apache_beam_vllm_dynamo._responses import Answer, Failure, Outcome
 from apache_beam_vllm_dynamo._restart import ChildStatus
 from apache_beam_vllm_dynamo._retry import RetryReason
 from apache_beam_vllm_dynamo._reuse import ReuseWatch
-from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated, started
+from tests.support.stacks import MODEL, simulated, started
+
+pytestmark = pytest.mark.usefixtures('nothing_left')
 
 BUILDER = RequestBuilder('model', Endpoint.COMPLETIONS)
 LONG = 'x' * _reuse.PREFIX_BYTES
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 def answer(at_ms: int = 1000, cached: int | None = 0, **fields: Any) -> Answer:

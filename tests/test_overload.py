@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import apache_beam as beam
 import pytest
 from apache_beam.ml.inference.base import RunInference
-from apache_beam.options.pipeline_options import PipelineOptions
 
 from apache_beam_vllm_dynamo import (
     InferenceError,
@@ -16,25 +15,14 @@ from apache_beam_vllm_dynamo import (
     VLLMCompletionsModelHandler,
 )
 from apache_beam_vllm_dynamo._metrics import NAMESPACE
-from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
+from tests.support.pipelines import IN_PROCESS, collect, collected
+from tests.support.stacks import MODEL, simulated
 
-IN_PROCESS = PipelineOptions(['--runner=FnApiRunner'])
+pytestmark = pytest.mark.usefixtures('nothing_left')
+
 
 # A burst of siblings, which the KV router sends to the engine that has their beginning.
 SIBLINGS = [' '.join(['one long instruction for all'] * 100) + f' and part {i}' for i in range(96)]
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
-
-
-collected: list[Any] = []
-
-
-def collect(element: object) -> None:
-    collected.append(element)
 
 
 def overloaded(**arguments: Any) -> VLLMCompletionsModelHandler:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import apache_beam as beam
@@ -32,25 +32,12 @@ from apache_beam_vllm_dynamo import (
     VLLMChatModelHandler,
     VLLMCompletionsModelHandler,
 )
-from apache_beam_vllm_dynamo._metrics import NAMESPACE
-from tests.support.stacks import MODEL, nothing_left_on_this_machine, pids_of_children, simulated
+from tests.support.pipelines import IN_PROCESS, collect, collected, our_metrics
+from tests.support.stacks import MODEL, pids_of_children, simulated
 
-IN_PROCESS = PipelineOptions(['--runner=FnApiRunner'])
+pytestmark = pytest.mark.usefixtures('nothing_left')
+
 PROMPTS = [f'prompt number {i}' for i in range(40)]
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
-
-
-collected: list[Any] = []
-
-
-def collect(element: object) -> None:
-    """In a module of its own name, so that a runner in this process fills this very list."""
-    collected.append(element)
 
 
 def completions(engines: int = 2, **arguments: Any) -> VLLMCompletionsModelHandler:
@@ -72,13 +59,7 @@ def run(
     collected.clear()
     with beam.Pipeline(options=options) as pipeline:
         _ = pipeline | beam.Create(elements) | transform | beam.Map(collect)
-    metrics = pipeline.result.metrics().query()
-    found = {
-        m.key.metric.name: m.committed
-        for m in (*metrics['counters'], *metrics['distributions'])
-        if m.key.metric.namespace == NAMESPACE
-    }
-    return list(collected), found
+    return list(collected), our_metrics(pipeline.result)
 
 
 def test_completions_are_what_beams_own_handler_returns() -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,12 +21,13 @@ from apache_beam_vllm_dynamo import (
     VLLMCompletionsModelHandler,
 )
 from tests.support.processes import wait_until
-from tests.support.stacks import metric, nothing_left_on_this_machine, pids_of_children
+from tests.support.stacks import metric, pids_of_children
 from tools.small_model import FULL_DIRECTORY
 
 pytestmark = [
     pytest.mark.cpu,
     pytest.mark.timeout(400),
+    pytest.mark.usefixtures('nothing_left'),
     pytest.mark.skipif(
         importlib.util.find_spec('vllm') is None or not FULL_DIRECTORY.is_dir(),
         reason='needs the CPU build of vLLM and the model: run `make test-cpu`',
@@ -54,12 +54,6 @@ PROMPTS = [
 # CPU engines cache in blocks of 128 tokens; this is several.
 DOCUMENT = 'The lighthouse keeper wrote down the wind, the tide and the ships of the day. ' * 30
 TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}The word is:"
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 def engines(number: int, **fields: Any) -> DynamoRuntimeConfig:
