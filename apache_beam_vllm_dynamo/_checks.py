@@ -32,6 +32,11 @@ def check_seconds(field: str, value: object) -> None:
         raise ConfigurationError(f'{field} is {value!r}; it must be a number of seconds above 0.')
 
 
+def check_not_negative(field: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ConfigurationError(f'{field} is {value!r}; it must be a number, 0 or more.')
+
+
 def gpu_devices(devices: object) -> tuple[str, ...]:
     if isinstance(devices, str):
         devices = devices.split(',')

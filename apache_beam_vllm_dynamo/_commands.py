@@ -21,18 +21,25 @@ from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig, DynamoVLLMEngine
 
 EVENT_BROKER_SCRIPT = Path(__file__).with_name('_event_broker.py')
 
-# Dynamo gives up a send after 5 s by default, which a burst on a busy machine exceeds.
-TCP_REQUEST_TIMEOUT_SECS = 60
+# How long the frontend waits until an engine has acknowledged a request. The default of 5 s a burst
+# on a busy machine exceeds. A request that meets the end of its connection can miss it, and is
+# sent on to another engine only after this time.
+TCP_REQUEST_TIMEOUT_SECS = 10
+TCP_CONNECT_TIMEOUT_SECS = 2  # on loopback, where a connection takes microseconds
 
 # While an engine loads its model it logs each health probe as a failure; minutes of them would
 # push what matters out of the end of its log.
 ENGINE_LOG_FILTER = 'info,tower_http=off'
 
-# Requests that the frontend has under way on one connection to an engine before it opens another
-# (up to 100). An engine acknowledges each by four bytes on a socket with Nagle's algorithm on:
-# the second of two waits until the frontend's kernel confirms the first, which it delays by
-# 40 ms, and the frontend holds the answers back for it. With one at a time nothing waits.
+# Requests that the frontend has under way on one connection to an engine before it uses another.
+# An engine acknowledges each by four bytes on a socket with Nagle's algorithm on: the second of
+# two waits until the frontend's kernel confirms the first, which it delays by 40 ms, and the
+# frontend holds the answers back for it. With one at a time nothing waits.
 TCP_REQUESTS_PER_CONNECTION = 1
+# When an engine dies, each of its connections is a chance for a request to miss that end: with up
+# to 100, Dynamo's default, 7 of 100 deaths left one waiting for the timeout, with 4 and 8 none. An
+# acknowledgement takes a fraction of a millisecond, so these few carry thousands of requests a second.
+TCP_CONNECTIONS = 8
 
 # How long an engine may be silent with a request under way before the request moves to another.
 # A hung engine is found by its health and killed much sooner, which moves its requests too; this
@@ -252,16 +259,20 @@ def _planes(config: DynamoRuntimeConfig) -> dict[str, ServerArgument]:
 
 
 def _router_arguments(config: DynamoRuntimeConfig) -> dict[str, ServerArgument]:
+    if not config.uses_kv_router:
+        return {'router-kv-events': False}
+    arguments: dict[str, ServerArgument]
     if config.kv_event_mode == 'zmq':
-        return {'router-predicted-ttl-secs': config.router_prediction_secs}
-    if config.kv_event_mode == 'approximate':
-        return {
-            'router-kv-events': False,
-            'router-ttl-secs': config.router_prediction_secs,
-        }
-    if config.uses_kv_router:
-        return {'router-kv-events': False, 'router-kv-overlap-score-credit': 0}
-    return {'router-kv-events': False}
+        arguments = {'router-predicted-ttl-secs': config.router_prediction_secs}
+    elif config.kv_event_mode == 'approximate':
+        arguments = {'router-kv-events': False, 'router-ttl-secs': config.router_prediction_secs}
+    else:
+        arguments = {'router-kv-events': False}
+    known = config.kv_event_mode != 'disabled'
+    arguments['router-kv-overlap-score-credit'] = config.router_overlap_weight if known else 0
+    if config.router_temperature:
+        arguments['router-temperature'] = config.router_temperature
+    return arguments
 
 
 def _dynamo_environment(stack: Stack) -> dict[str, str]:
@@ -274,7 +285,9 @@ def _dynamo_environment(stack: Stack) -> dict[str, str]:
         if stack.config.discovery == 'etcd':
             env['ETCD_LEASE_TTL'] = lease or str(LEASE_SECS)
     env.setdefault('DYN_TCP_REQUEST_TIMEOUT', str(TCP_REQUEST_TIMEOUT_SECS))
+    env.setdefault('DYN_TCP_CONNECT_TIMEOUT', str(TCP_CONNECT_TIMEOUT_SECS))
     env.setdefault('DYN_TCP_CHANNEL_BUFFER', str(TCP_REQUESTS_PER_CONNECTION))
+    env.setdefault('DYN_TCP_POOL_SIZE', str(TCP_CONNECTIONS))
     env |= {
         'DYN_NAMESPACE': stack.namespace,
         'DYN_SDK_DISABLE_ANSI_LOGGING': '1',

@@ -22,6 +22,8 @@ FRONTEND_FLAGS: Mapping[str, str] = {
     'load-aware': "use router_mode='kv' with kv_event_mode='disabled'",
     'router-predicted-ttl-secs': 'use the field router_prediction_secs',
     'router-ttl-secs': 'use the field router_prediction_secs',
+    'router-kv-overlap-score-credit': 'use the field router_overlap_weight',
+    'router-temperature': 'use the field router_temperature',
     'migration-limit': 'use the field migration_limit',
     'discovery-backend': 'use the field discovery',
     'http-host': 'the runtime listens on loopback only',

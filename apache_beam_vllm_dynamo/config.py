@@ -145,6 +145,12 @@ class DynamoRuntimeConfig:
         ``'disabled'`` otherwise.
       router_prediction_secs: How long, in seconds, the KV router takes it for granted that
         an engine holds the prefix of a request sent to it, before any event says so.
+      router_overlap_weight: How much the KV router gives for a KV block of the prompt that an
+        engine holds, where a block of work that waits there counts 1. Dynamo's own is 1; more
+        keeps siblings together although their engine is busier, and from 4 on a prefix that
+        all prompts share can leave an engine idle.
+      router_temperature: How much chance there is in the KV router's choice: 0 takes the best
+        engine, 1 and more nearly any.
       frontend_kwargs: Further flags of ``dynamo.frontend``.
       discovery: See :data:`Discovery`.
       etcd_path: The etcd program; unset, it is looked for on ``PATH`` and in the package
@@ -168,6 +174,8 @@ class DynamoRuntimeConfig:
     _: dataclasses.KW_ONLY
     engine_kind: EngineKind = 'gpu'
     router_prediction_secs: float = 60.0
+    router_overlap_weight: float = 2.0
+    router_temperature: float = 0.0
     discovery: Discovery = 'etcd'
     etcd_path: str | os.PathLike[str] | None = None
     migration_limit: int = 3
@@ -289,6 +297,8 @@ class DynamoRuntimeConfig:
 
     def _check_numbers(self) -> None:
         _checks.check_seconds('router_prediction_secs', self.router_prediction_secs)
+        _checks.check_not_negative('router_overlap_weight', self.router_overlap_weight)
+        _checks.check_not_negative('router_temperature', self.router_temperature)
         _checks.check_seconds('start_timeout_secs', self.start_timeout_secs)
         _checks.check_seconds('stop_timeout_secs', self.stop_timeout_secs)
         if type(self.migration_limit) is not int or self.migration_limit < 0:

@@ -115,8 +115,10 @@ DYNAMO = {
     'DYN_ZMQ_BROKER_URL': (
         'xsub=ipc:///tmp/beam-x/events-in , xpub=ipc:///tmp/beam-x/events-out'
     ),
-    'DYN_TCP_REQUEST_TIMEOUT': '60',
+    'DYN_TCP_REQUEST_TIMEOUT': '10',
+    'DYN_TCP_CONNECT_TIMEOUT': '2',
     'DYN_TCP_CHANNEL_BUFFER': '1',
+    'DYN_TCP_POOL_SIZE': '8',
     'PYTHONUNBUFFERED': '1',
     'TMPDIR': '/tmp/beam-x',
 }  # fmt: skip
@@ -167,11 +169,20 @@ def children_of(stack: Stack) -> dict[str, Command]:
 MODES: dict[str, tuple[DynamoRuntimeConfig, tuple[str, ...]]] = {
     'kv, events of the engines': (
         two('kv', 'zmq'),
-        ('--router-mode', 'kv', '--router-predicted-ttl-secs', '60.0'),
+        (
+            '--router-mode', 'kv', '--router-predicted-ttl-secs', '60.0',
+            '--router-kv-overlap-score-credit', '2.0',
+        ),
     ),
     'kv, prediction alone': (
-        two('kv', 'approximate', router_prediction_secs=5),
-        ('--router-mode', 'kv', '--no-router-kv-events', '--router-ttl-secs', '5'),
+        two(
+            'kv', 'approximate', router_prediction_secs=5,
+            router_overlap_weight=1, router_temperature=0.5,
+        ),
+        (
+            '--router-mode', 'kv', '--no-router-kv-events', '--router-ttl-secs', '5',
+            '--router-kv-overlap-score-credit', '1', '--router-temperature', '0.5',
+        ),
     ),
     'kv, load alone': (
         two('kv', 'disabled'),

@@ -67,6 +67,8 @@ FULL = DynamoRuntimeConfig(
     kv_event_mode='approximate',
     frontend_kwargs={'tokenizer': 'fastokens'},
     router_prediction_secs=5,
+    router_overlap_weight=1,
+    router_temperature=0.5,
     discovery='file',
     etcd_path='/opt/etcd',
     migration_limit=0,
@@ -264,6 +266,11 @@ CONFIG_REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
         ({field: value}, [f'{field} is {value!r}', 'seconds above 0'])
         for field in ('router_prediction_secs', 'start_timeout_secs', 'stop_timeout_secs')
         for value in (0, -1.5, math.inf, math.nan, '60', True, None)
+    ),
+    *(
+        ({field: value}, [f'{field} is {value!r}', 'a number, 0 or more'])
+        for field in ('router_overlap_weight', 'router_temperature')
+        for value in (-0.5, math.inf, math.nan, '1', True, None)
     ),
 ]
 
