@@ -65,6 +65,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         dynamo_frontend_kwargs: Mapping[str, ServerArgument] | None,
         on_error: OnError,
         max_in_flight: int | None,
+        order_by_prefix: bool,
         max_retries: int,
         max_wait_secs: float,
         request_timeout_secs: float,
@@ -81,8 +82,9 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
                 f'max_in_flight is {max_in_flight!r}; it must be a whole number, 1 or more, or '
                 'None to size it from the engines.'
             )
-        if not isinstance(use_dynamo, bool):
-            raise ConfigurationError(f'use_dynamo is {use_dynamo!r}; it must be True or False.')
+        for name, flag in (('use_dynamo', use_dynamo), ('order_by_prefix', order_by_prefix)):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(f'{name} is {flag!r}; it must be True or False.')
         _check_template_path(chat_template_path)
         if start_timeout_secs is not None:
             check_seconds('start_timeout_secs', start_timeout_secs)
@@ -91,6 +93,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         self._chat_template_path = chat_template_path
         self._on_error = on_error
         self._max_in_flight = max_in_flight
+        self._order_by_prefix = order_by_prefix
         self._limits = RequestLimits(
             request_timeout_s=request_timeout_secs,
             element_timeout_s=element_timeout_secs,
@@ -195,6 +198,11 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """What becomes of an element without an answer."""
         return self._on_error
 
+    @property
+    def orders_by_prefix(self) -> bool:
+        """Whether requests that wait are sent so that equal prefixes follow each other."""
+        return self._order_by_prefix
+
     def request_builder(self, inference_args: dict[str, Any] | None) -> RequestBuilder:
         """What makes requests of elements."""
         return RequestBuilder(
@@ -262,7 +270,8 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
 
     def _new_client(self, model: _VLLMModelServer) -> InferenceClient:
         window = self._max_in_flight or model.window()
-        return InferenceClient(model.endpoint, window, self._limits)
+        open_prefixes = model.kv_caches() if self._order_by_prefix else 0
+        return InferenceClient(model.endpoint, window, self._limits, open_prefixes=open_prefixes)
 
     def _expected_window(self) -> int:
         """The window, as far as it is known before a worker has counted its devices."""

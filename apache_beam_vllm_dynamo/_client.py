@@ -1,13 +1,14 @@
 """The request path: many callers, one event loop, one window of requests in flight.
 
 A caller hands over its requests in one go and is woken once, when all of them have an
-outcome; everything between happens on the loop's thread. Requests are sent in the order in
-which they came, whoever they are from, as soon as the window has room, so that the engines
-stay full across batches and bundles.
+outcome; everything between happens on the loop's thread. What waits is sent as soon as the
+window has room, whoever it is from, so that the engines stay full across batches and bundles:
+in the order in which it came, or so that prompts which begin alike follow each other.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -19,6 +20,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from apache_beam_vllm_dynamo._dispatcher import Dispatcher, Job, JobGroup
 from apache_beam_vllm_dynamo._loop import loop_thread
+from apache_beam_vllm_dynamo._request_queues import ArrivalQueue, PrefixQueue, RequestQueue
 from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Failure, Outcome
 from apache_beam_vllm_dynamo._retry import RequestLimits, is_whole_number
@@ -44,6 +46,8 @@ class InferenceClient:
         may block. What it raises ends all requests that wait, and their callers raise it.
       window: How many requests may be in flight at once, over all callers.
       limits: How long and how often one element is tried.
+      open_prefixes: From how many prefixes at once requests are sent, one for each engine; 0
+        for the order in which they came.
 
     Raises:
       ConfigurationError: ``window`` is no positive integer.
@@ -54,12 +58,15 @@ class InferenceClient:
         endpoint: Callable[[], str],
         window: int,
         limits: RequestLimits | None = None,
+        *,
+        open_prefixes: int = 0,
     ) -> None:
         if not is_whole_number(window) or window < 1:
             raise ConfigurationError(f'window is {window!r}: it must be a whole number from 1.')
         self._endpoint = endpoint
         self._window = window
         self._limits = limits or RequestLimits()
+        self._open_prefixes = open_prefixes
         self._dispatchers: dict[int, Dispatcher] = {}
         self._closed = False
 
@@ -105,16 +112,17 @@ class InferenceClient:
                 raise batch.error
         return [outcome for outcome in batch.outcomes if outcome is not None]
 
-    def stream(self, max_pending: int) -> RequestStream[Any]:
+    def stream(self, max_pending: int, max_pending_bytes: float = math.inf) -> RequestStream[Any]:
         """Opens a stream, for a caller whose requests come one by one.
 
         Args:
           max_pending: How many of its requests may be without an outcome; :meth:`put
             <RequestStream.put>` waits above that. Less than the window leaves it unfilled.
+          max_pending_bytes: How large they may be together; one always may.
         """
         if max_pending < 1:
             raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
-        return RequestStream(self._dispatcher(), max_pending, self._limits)
+        return RequestStream(self._dispatcher(), max_pending, max_pending_bytes, self._limits)
 
     def close(self) -> None:
         """Ends the client; callers that still wait raise :class:`RuntimeFailedError`.
@@ -148,7 +156,14 @@ class InferenceClient:
             dispatcher.close()
             dispatcher = None
         if dispatcher is None:
-            new = Dispatcher(loop_thread(), self._endpoint, self._window, self._limits)
+            new = Dispatcher(
+                loop_thread(),
+                self._endpoint,
+                self._window,
+                self._limits,
+                self._queue(),
+                gathers=self._open_prefixes > 0,
+            )
             dispatcher = self._dispatchers.setdefault(pid, new)
             if dispatcher is new:
                 weakref.finalize(self, _close_later, dispatcher).atexit = False
@@ -159,6 +174,9 @@ class InferenceClient:
             dispatcher.close()
             raise
         return dispatcher
+
+    def _queue(self) -> RequestQueue[Job]:
+        return PrefixQueue(self._open_prefixes) if self._open_prefixes else ArrivalQueue()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -171,13 +189,21 @@ class RequestStream(Generic[Token]):
     For use by one thread. As a context manager it cancels at the end what has no outcome yet.
     """
 
-    def __init__(self, dispatcher: Dispatcher, max_pending: int, limits: RequestLimits) -> None:
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        max_pending: int,
+        max_pending_bytes: float,
+        limits: RequestLimits,
+    ) -> None:
         self._limits = limits
         self._dispatcher = dispatcher
         self._group = _StreamGroup()
         self._max_pending = max_pending
+        self._max_pending_bytes = max_pending_bytes
         self._chunk = max(1, max_pending // _CHUNKS)
         self._sent = 0
+        self._sent_bytes = 0
         self._untaken = 0
 
     @property
@@ -200,11 +226,14 @@ class RequestStream(Generic[Token]):
             self._group.outcomes.put((token, _unsent(request)))
             return
         self._raise_error()
-        while self._sent - self._group.finished >= self._max_pending:
+        size = len(request.body)
+        while self._is_full(size):
             # Woken for every outcome, the caller would run for a single request each time.
-            self._await(self._sent - self._max_pending + self._chunk)
+            self._await(min(self._sent, self._group.finished + self._chunk))
         self._sent += 1
+        self._sent_bytes += size
         self._untaken += 1
+        self._group.more_follow = True
         self._dispatcher.submit([Job(request, self._group, token, self._limits)])
 
     def ready(self) -> Iterator[tuple[Token, Outcome]]:
@@ -242,8 +271,16 @@ class RequestStream(Generic[Token]):
     ) -> None:
         self.close()
 
+    def _is_full(self, size: int) -> bool:
+        pending = self._sent - self._group.finished
+        pending_bytes = self._sent_bytes - self._group.finished_bytes
+        return pending >= self._max_pending or (
+            pending > 0 and pending_bytes + size > self._max_pending_bytes
+        )
+
     def _await(self, finished: int) -> None:
         """Waits until so many requests have finished, but not longer than a moment."""
+        self._dispatcher.no_more(self._group)
         if not self._group.wait(finished, STREAM_PAUSE_S):
             self._dispatcher.check_alive()
         self._raise_error()
@@ -263,9 +300,9 @@ class _Batch(JobGroup):
         self.remaining = 0
         self.done = threading.Event()
 
-    def finish(self, key: object, outcome: Outcome) -> None:
-        assert isinstance(key, int)
-        self.outcomes[key] = outcome
+    def finish(self, job: Job, outcome: Outcome) -> None:
+        assert isinstance(job.key, int)
+        self.outcomes[job.key] = outcome
         self.remaining -= 1
         if not self.remaining:
             self.done.set()
@@ -281,12 +318,14 @@ class _StreamGroup(JobGroup):
     Attributes:
       outcomes: Those that the caller has not taken.
       finished: How many requests have an outcome; only the loop's thread writes it.
+      finished_bytes: How large they were together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: queue.SimpleQueue[tuple[Any, Outcome]] = queue.SimpleQueue()
         self.finished = 0
+        self.finished_bytes = 0
         self._wake_at = 0
         self._wake = threading.Event()
 
@@ -299,8 +338,9 @@ class _StreamGroup(JobGroup):
             return True
         return self._wake.wait(timeout_s)
 
-    def finish(self, key: object, outcome: Outcome) -> None:
-        self.outcomes.put((key, outcome))
+    def finish(self, job: Job, outcome: Outcome) -> None:
+        self.outcomes.put((job.key, outcome))
+        self.finished_bytes += len(job.request.body)
         self.finished += 1
         if self.finished == self._wake_at:
             self._wake.set()

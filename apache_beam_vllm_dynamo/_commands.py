@@ -37,8 +37,9 @@ ENGINE_LOG_FILTER = 'info,tower_http=off'
 # frontend holds the answers back for it. With one at a time nothing waits.
 TCP_REQUESTS_PER_CONNECTION = 1
 # When an engine dies, each of its connections is a chance for a request to miss that end: with up
-# to 100, Dynamo's default, 7 of 100 deaths left one waiting for the timeout, with 4 and 8 none. An
-# acknowledgement takes a fraction of a millisecond, so these few carry thousands of requests a second.
+# to 100, Dynamo's default, 7 of 100 deaths left one waiting for the timeout, with 4 and 8 none.
+# An acknowledgement takes a fraction of a millisecond, so these few carry thousands of requests
+# a second.
 TCP_CONNECTIONS = 8
 
 # How long an engine may be silent with a request under way before the request moves to another.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from apache_beam_vllm_dynamo._loop import LoopThread
+from apache_beam_vllm_dynamo._request_queues import RequestQueue
 from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Answer, Failure, Outcome, Response
 from apache_beam_vllm_dynamo._retry import (
@@ -35,6 +36,13 @@ _LOGGER = logging.getLogger(__name__)
 SUSPECT_AFTER = 3
 # A job that stands still says why, but not once for every element.
 _WARN_EVERY_S = 60.0
+# At the beginning of a bundle nothing is in flight and few requests are there to choose from; sent
+# as they come, the first windowful would open every prefix at once. So they are gathered: until
+# no more came for a moment, or for so long.
+GATHER_S = 1.0
+GATHER_PAUSE_S = 0.05
+# A request without a prefix worth the wait: some hundred tokens of text.
+GATHER_FROM_BYTES = 1024
 # To tell the callers takes a turn of the loop.
 _END_TIMEOUT_S = 5.0
 
@@ -45,16 +53,18 @@ class JobGroup:
     Attributes:
       jobs: Those without an outcome. The loop's thread owns it.
       ended: Whether no outcome is wanted any more.
+      more_follow: Whether the caller is about to hand over more.
       error: What all of them failed for, if they did.
     """
 
     def __init__(self) -> None:
         self.jobs: set[Job] = set()
         self.ended = False
+        self.more_follow = False
         self.error: BaseException | None = None
 
-    def finish(self, key: object, outcome: Outcome) -> None:
-        """Takes the outcome of the job with this key."""
+    def finish(self, job: Job, outcome: Outcome) -> None:
+        """Takes the outcome of a job."""
         raise NotImplementedError
 
     def fail(self, error: BaseException) -> None:
@@ -78,12 +88,25 @@ class Job:
         self.tries = Tries(limits)
         self.handle: asyncio.Task[Outcome | float] | asyncio.TimerHandle | None = None
 
+    @property
+    def prefix(self) -> bytes:
+        """The request from the beginning of its prompt on, behind what all have in common."""
+        return self.request.body
+
 
 class Dispatcher:
     """The window of one client in one process.
 
-    ``submit``, ``cancel``, ``start``, ``close`` and ``check_alive`` may be called from any
-    thread; everything else runs on the loop's thread.
+    ``submit``, ``no_more``, ``cancel``, ``start``, ``close`` and ``check_alive`` may be called
+    from any thread; everything else runs on the loop's thread.
+
+    Args:
+      thread: The loop.
+      endpoint: Gives the base URL of the server.
+      window: How many requests may be in flight at once.
+      limits: How long and how often one element is tried.
+      queue: The order in which they are sent.
+      gathers: Whether it is worth a moment's wait to have more of them to order.
     """
 
     def __init__(
@@ -92,6 +115,9 @@ class Dispatcher:
         endpoint: Callable[[], str],
         window: int,
         limits: RequestLimits,
+        queue: RequestQueue[Job],
+        *,
+        gathers: bool,
     ) -> None:
         self._pid = os.getpid()
         self._thread = thread
@@ -104,7 +130,11 @@ class Dispatcher:
         self._inbox: collections.deque[Job] = collections.deque()
         self._woken = False
         # From here on: the loop's thread only.
-        self._queue: collections.deque[Job] = collections.deque()
+        self._queue = queue
+        self._gathers = gathers
+        self._gathering_until: float | None = None
+        self._last_came_at = 0.0
+        self._again: collections.deque[Job] = collections.deque()
         self._suspects: collections.deque[Job] = collections.deque()
         self._suspect_in_flight: Job | None = None
         self._in_flight = 0
@@ -118,12 +148,19 @@ class Dispatcher:
                 self._loop = self._thread.acquire()
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        """Puts jobs at the end of the queue."""
+        """Lets jobs wait for a place."""
         self._inbox.extend(jobs)
         # The flag is cleared before the inbox is emptied, so a job that finds it set is seen.
         if not self._woken:
             self._woken = True
             self._call(self._take_in)
+
+    def no_more(self, group: JobGroup) -> None:
+        """Says that a group's caller hands nothing over for now, but waits."""
+        group.more_follow = False
+        # Where the loop has looked at the flag just before, its own look at the pause ends it.
+        if self._gathering_until is not None:
+            self._call(self._end_gathering)
 
     def cancel(self, group: JobGroup) -> None:
         """Drops a group's jobs wherever they are; nobody is told."""
@@ -176,17 +213,46 @@ class Dispatcher:
             if not job.group.ended:
                 self._groups.add(job.group)
                 job.group.jobs.add(job)
-                self._queue.append(job)
+                self._gather(job)
+                self._queue.add(job)
+        self._fill()
+
+    def _gather(self, job: Job) -> None:
+        if not self._gathers or not job.group.more_follow or self._in_flight:
+            return
+        assert self._loop is not None
+        self._last_came_at = now = self._loop.time()
+        if not self._queue and len(job.prefix) >= GATHER_FROM_BYTES:
+            self._gathering_until = now + GATHER_S
+            self._loop.call_later(GATHER_PAUSE_S, self._look_at_gathered, self._gathering_until)
+
+    def _look_at_gathered(self, until: float) -> None:
+        if self._gathering_until != until:
+            return
+        assert self._loop is not None
+        now = self._loop.time()
+        if now >= min(until, self._last_came_at + GATHER_PAUSE_S):
+            self._end_gathering()
+        else:
+            at = min(until, self._last_came_at + GATHER_PAUSE_S)
+            self._loop.call_at(at, self._look_at_gathered, until)
+
+    def _end_gathering(self) -> None:
+        self._gathering_until = None
         self._fill()
 
     def _fill(self) -> None:
+        if self._gathering_until is not None:
+            return
         while self._in_flight < self._window:
             if self._suspects and self._suspect_in_flight is None:
                 job = self._suspects.popleft()
                 if not job.group.ended:
                     self._suspect_in_flight = job
+            elif self._again:
+                job = self._again.popleft()
             elif self._queue:
-                job = self._queue.popleft()
+                job = self._queue.take()
             else:
                 return
             if job.group.ended:
@@ -215,7 +281,7 @@ class Dispatcher:
                 job.handle = self._loop.call_later(result, self._send_again, job)
             else:
                 self._forget(job)
-                group.finish(job.key, result)
+                group.finish(job, result)
         self._fill()
 
     def _send_again(self, job: Job) -> None:
@@ -223,7 +289,7 @@ class Dispatcher:
             if job.tries.deaths >= SUSPECT_AFTER:
                 self._suspects.append(job)
             else:
-                self._queue.appendleft(job)
+                self._again.append(job)
             self._fill()
 
     def _forget(self, job: Job) -> None:
@@ -239,7 +305,8 @@ class Dispatcher:
             if job.handle is not None:
                 job.handle.cancel()
         group.jobs.clear()
-        self._queue = collections.deque(job for job in self._queue if job.group is not group)
+        self._queue.discard(lambda job: job.group is group)
+        self._again = collections.deque(job for job in self._again if job.group is not group)
         self._suspects = collections.deque(job for job in self._suspects if job.group is not group)
 
     def _fail(self, groups: Sequence[JobGroup], error: BaseException) -> None:

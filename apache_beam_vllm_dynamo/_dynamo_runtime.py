@@ -89,6 +89,11 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         """How many requests the engines run at once, all together."""
         return sum(spec.max_num_seqs for spec in self._config.listed_engines)
 
+    @property
+    def kv_caches(self) -> int:
+        """How many KV caches the engines have, all together."""
+        return sum(spec.data_parallel_size for spec in self._config.listed_engines)
+
     def migrations(self) -> int | None:
         """How many requests have moved to another engine, as the frontend counts them."""
         with self._lock:

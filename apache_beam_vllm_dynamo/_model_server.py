@@ -26,6 +26,10 @@ class Runtime(Protocol):
     def window(self) -> int:
         """How many requests are worth having in flight."""
 
+    @property
+    def kv_caches(self) -> int:
+        """How many KV caches there are: one for each engine, or rank of one."""
+
     def start(self) -> None:
         """Starts everything; returns when it serves."""
 
@@ -90,6 +94,10 @@ class _VLLMModelServer:
     def window(self) -> int:
         """How many requests the server can work on at once."""
         return self._runtime.window
+
+    def kv_caches(self) -> int:
+        """How many KV caches the server has: one for each engine, or rank of one."""
+        return self._runtime.kv_caches
 
     def endpoint(self) -> str:
         """Where requests go, without a path.

@@ -72,6 +72,11 @@ class NativeVLLMRuntime(SupervisedRuntime):
         """How many requests the server runs at once."""
         return self._server.max_num_seqs
 
+    @property
+    def kv_caches(self) -> int:
+        """How many KV caches the server has: one for each of its data-parallel ranks."""
+        return self._server.data_parallel_size
+
     def migrations(self) -> int:
         """None: there is one server."""
         return 0

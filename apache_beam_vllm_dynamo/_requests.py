@@ -39,7 +39,8 @@ class PreparedRequest:
     Attributes:
       endpoint: Which kind of answer to expect.
       target: Path and query, to append to the server's base URL.
-      body: The JSON body, encoded.
+      body: The JSON body, encoded. It begins with the model and what the model reads, in the
+        order in which it is read, so that those of prompts that begin alike begin alike.
       headers: Headers beyond ``Content-Type``.
       timeout_s: Bound of one attempt in seconds; ``None`` for the client's own.
     """
@@ -158,6 +159,8 @@ class RequestBuilder:
         if self._endpoint is Endpoint.COMPLETIONS:
             body['prompt'] = _prompt(content, under_dynamo=self._under_dynamo)
         else:
+            if 'tools' in arguments.fields:
+                body['tools'] = arguments.fields['tools']
             body['messages'] = _messages(content)
         body.update(arguments.fields)
         target = str(self._endpoint.value)

@@ -86,11 +86,14 @@ class DynamoVLLMEngineSpec:
         _ = self.max_num_seqs, self.devices_needed
 
     @property
+    def data_parallel_size(self) -> int:
+        """How many ranks the engine has, each with a scheduler and a KV cache of its own."""
+        return self._number('data-parallel-size')
+
+    @property
     def max_num_seqs(self) -> int:
         """How many sequences the engine runs at once, all its data-parallel ranks together."""
-        return self._number('data-parallel-size') * self._number(
-            'max-num-seqs', default=DEFAULT_MAX_NUM_SEQS
-        )
+        return self.data_parallel_size * self._number('max-num-seqs', default=DEFAULT_MAX_NUM_SEQS)
 
     @property
     def devices_needed(self) -> int:

@@ -49,6 +49,8 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         all its elements were tried; ``'return'`` puts an ``InferenceError`` in its result.
       max_in_flight: How many requests may be in flight at once in one process; unset, as many
         as the engines run at once.
+      order_by_prefix: Send what waits for a place so that prompts which begin alike follow each
+        other, instead of in the order in which it came. The order of results stays.
       max_retries: How often an element is sent again after failures of its own.
       max_wait_secs: How long an element waits for a server that is overloaded or away, in
         seconds, in all.
@@ -83,6 +85,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         batch_bucket_boundaries: list[int] | None = None,
         on_error: OnError = 'raise',
         max_in_flight: int | None = None,
+        order_by_prefix: bool = True,
         max_retries: int = DEFAULT_MAX_RETRIES,
         max_wait_secs: float = DEFAULT_MAX_WAIT_S,
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
@@ -99,6 +102,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
             dynamo_frontend_kwargs=dynamo_frontend_kwargs,
             on_error=on_error,
             max_in_flight=max_in_flight,
+            order_by_prefix=order_by_prefix,
             max_retries=max_retries,
             max_wait_secs=max_wait_secs,
             request_timeout_secs=request_timeout_secs,
@@ -153,6 +157,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
         batch_bucket_boundaries: list[int] | None = None,
         on_error: OnError = 'raise',
         max_in_flight: int | None = None,
+        order_by_prefix: bool = True,
         max_retries: int = DEFAULT_MAX_RETRIES,
         max_wait_secs: float = DEFAULT_MAX_WAIT_S,
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
@@ -169,6 +174,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
             dynamo_frontend_kwargs=dynamo_frontend_kwargs,
             on_error=on_error,
             max_in_flight=max_in_flight,
+            order_by_prefix=order_by_prefix,
             max_retries=max_retries,
             max_wait_secs=max_wait_secs,
             request_timeout_secs=request_timeout_secs,

@@ -38,6 +38,10 @@ from apache_beam_vllm_dynamo.errors import (
 # As many again as are in flight wait in the client, so that the window is full whenever the
 # bundle's thread is busy elsewhere, with reading the next elements or with their consumers.
 PENDING_WINDOWS = 2
+# To be ordered by their prefixes more must wait: from where prompts come in no order, those that
+# wait are all that can meet. The bytes keep a worker's memory in bounds.
+PENDING_TO_ORDER = 10_000
+PENDING_BYTES = 256 * 2**20
 
 
 class LLMInference(beam.PTransform[Any, Any]):
@@ -207,7 +211,10 @@ class _InferenceDoFn(beam.DoFn):
         self._failures = []
         assert self._model is not None
         self._client = client = self._handler.client_for(self._model)
-        self._stream = client.stream(PENDING_WINDOWS * client.window)
+        pending = PENDING_WINDOWS * client.window
+        if self._handler.orders_by_prefix:
+            pending = max(pending, PENDING_TO_ORDER)
+        self._stream = client.stream(pending, PENDING_BYTES)
 
     def process(
         self, element: Any, value: Any = beam.DoFn.WindowedValueParam

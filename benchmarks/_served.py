@@ -33,6 +33,9 @@ class Served:
     def window(self) -> int:
         return self._window
 
+    def kv_caches(self) -> int:
+        return 1
+
     def endpoint(self) -> str:
         return self._base_url
 

@@ -382,14 +382,14 @@ def test_a_chat_template_is_a_file_of_each_engine() -> None:
 def test_the_users_flags_come_last_and_once() -> None:
     config = two(
         vllm_server_kwargs={'enable_prefix_caching': True, 'max-model-len': 2048, 'dtype': 'auto'},
-        frontend_kwargs={'tokenizer': 'fastokens', 'router-temperature': 0.5},
+        frontend_kwargs={'tokenizer': 'fastokens', 'router-event-threads': 8},
     )
     stack = stack_of(config)
     engine = engine_command(stack, 0).argv
     assert engine.count('--enable-prefix-caching') == 1
     assert engine[-5:] == ('--enable-prefix-caching', '--max-model-len', '2048', '--dtype', 'auto')
     frontend = frontend_command(stack).argv
-    assert frontend[-4:] == ('--tokenizer', 'fastokens', '--router-temperature', '0.5')
+    assert frontend[-4:] == ('--tokenizer', 'fastokens', '--router-event-threads', '8')
 
 
 @pytest.mark.parametrize('kind', ['gpu', 'cpu', 'simulated'])

@@ -61,6 +61,9 @@ class OnServer:
     def window(self) -> int:
         return self._window
 
+    def kv_caches(self) -> int:
+        return 1
+
     def endpoint(self) -> str:
         return self._url
 

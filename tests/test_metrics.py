@@ -123,6 +123,8 @@ class Counting:
     def endpoint(self) -> str:
         return ''
 
+    kv_caches = 1
+
     def statuses(self) -> tuple[ChildStatus, ...]:
         return ()
 
