@@ -1,0 +1,187 @@
+"""Whether the model and its chat template can be read here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from apache_beam_vllm_dynamo._doctor_report import Check
+from apache_beam_vllm_dynamo._doctor_subject import Subject
+
+_CONFIG = 'config.json'
+_TOKENIZERS = (
+    'tokenizer.json', 'tokenizer.model', 'tekken.json', 'vocab.json', '*.tiktoken', '*.gguf',
+)  # fmt: skip
+_WEIGHTS = ('*.safetensors', '*.bin', '*.pt', '*.gguf')
+_TEMPLATES = ('chat_template.jinja', 'chat_template.json')
+
+_HUB_CACHE = 'hub'
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFiles:
+    """What is on this machine of a model.
+
+    Attributes:
+      directory: Where its files are; ``None`` where there are none.
+      problem: Why it cannot be served from there; empty where it can.
+      weights_bytes: The size of its weights; 0 where there are none.
+      has_template: Whether it brings a chat template.
+    """
+
+    directory: Path | None = None
+    problem: str = ''
+    weights_bytes: int = 0
+    has_template: bool = False
+
+
+def look_up_model(model_name: str, env: Mapping[str, str]) -> ModelFiles:
+    """Looks at the directory of that name, or at what Hugging Face's cache holds of it."""
+    if is_remote(model_name):
+        return ModelFiles()
+    if is_directory_name(model_name):
+        return read_directory(Path(model_name))
+    snapshot = _snapshot(model_name, env)
+    return read_directory(snapshot) if snapshot is not None else ModelFiles()
+
+
+def read_directory(directory: Path) -> ModelFiles:
+    """What a model directory holds."""
+    if not directory.is_dir():
+        return ModelFiles(directory, 'it is no directory of this machine')
+    try:
+        config = json.loads((directory / _CONFIG).read_text(encoding='utf-8'))
+    except OSError as error:
+        return ModelFiles(directory, f'{_CONFIG} cannot be read: {error.strerror}')
+    except ValueError as error:
+        return ModelFiles(directory, f'{_CONFIG} is no JSON: {error}')
+    problem = ''
+    if not isinstance(config, dict) or not config.get('model_type'):
+        problem = f'{_CONFIG} names no model_type'
+    elif not _holds(directory, _TOKENIZERS):
+        problem = 'there is no tokenizer'
+    weights = sum(path.stat().st_size for pattern in _WEIGHTS for path in directory.glob(pattern))
+    return ModelFiles(directory, problem, weights, _has_template(directory))
+
+
+def check_model(subject: Subject, files: ModelFiles, env: Mapping[str, str]) -> Check:
+    """Whether the servers can load the model."""
+    name, model = 'model', subject.model_name
+    if model is None:
+        return Check.ok(name, 'none was named; --config names one')
+    if files.directory is None:
+        if is_remote(model):
+            return Check.ok(name, f'{model}, which is read by vLLM; not looked at')
+        offline = env.get('HF_HUB_OFFLINE', '0').upper() in ('1', 'ON', 'YES', 'TRUE')
+        if offline:
+            return Check.failed(
+                name,
+                f'{model} is no directory and not in the cache {hub_cache(env)}, and '
+                'HF_HUB_OFFLINE forbids to fetch it',
+                'Unset HF_HUB_OFFLINE, or put the model into the cache or a directory',
+            )
+        return Check.warning(
+            name,
+            f'{model} is not in the cache {hub_cache(env)}: each worker fetches it, which was not '
+            'tried',
+            'See that its name is right and, if it is gated, that HF_TOKEN is set on the workers',
+        )
+    if files.problem:
+        return Check.failed(
+            name,
+            f'{files.directory}: {files.problem}',
+            'Give a directory with config.json, tokenizer and weights, or the name of a model on '
+            'the hub',
+        )
+    if not files.weights_bytes and subject.server != 'simulated':
+        return Check.failed(
+            name,
+            f'{files.directory} has no weights',
+            "Put them there; engine_kind='simulated' alone does without",
+        )
+    return Check.ok(name, f'{files.directory}, {files.weights_bytes / 1e9:.1f} GB of weights')
+
+
+def check_template(subject: Subject, files: ModelFiles) -> Check:
+    """Whether chats can be made into prompts; Dynamo serves no model where they cannot."""
+    name, path = 'chat template', subject.chat_template_path
+    if path is not None and subject.server != 'simulated':
+        return _check_file(path)
+    if files.directory is None or files.problem:
+        return Check.ok(name, 'that of the model, which was not looked at')
+    if files.has_template:
+        return Check.ok(name, 'that of the model')
+    found = f'{files.directory} has none'
+    mend = 'Put a chat_template.jinja there, or give chat_template_path to the chat handler'
+    if subject.server == 'native':
+        return Check.warning(name, f'{found}: prompts work, chats do not', mend)
+    return Check.failed(
+        name, f'{found}, and Dynamo serves no model without one, not even for prompts', mend
+    )
+
+
+def is_remote(name: str) -> bool:
+    """Whether a name is an address, ``gs://…`` for example."""
+    return '://' in name
+
+
+def is_directory_name(name: str) -> bool:
+    """Whether a model's name is a directory's, and not one on the hub."""
+    return name.startswith(('/', './', '../', '~')) or Path(name).exists()
+
+
+def hub_cache(env: Mapping[str, str]) -> Path:
+    """Where Hugging Face's libraries keep what they fetched."""
+    for variable in ('HF_HUB_CACHE', 'HUGGINGFACE_HUB_CACHE'):
+        if env.get(variable):
+            return Path(env[variable])
+    if env.get('HF_HOME'):
+        return Path(env['HF_HOME']) / _HUB_CACHE
+    home = Path(env.get('HOME') or '~').expanduser()
+    return Path(env.get('XDG_CACHE_HOME') or home / '.cache') / 'huggingface' / _HUB_CACHE
+
+
+def _snapshot(model_name: str, env: Mapping[str, str]) -> Path | None:
+    repository = hub_cache(env) / f'models--{model_name.replace("/", "--")}'
+    try:
+        revision = (repository / 'refs' / 'main').read_text().strip()
+    except OSError:
+        return None
+    snapshot = repository / 'snapshots' / revision
+    return snapshot if snapshot.is_dir() else None
+
+
+def _holds(directory: Path, patterns: tuple[str, ...]) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in patterns)
+
+
+def _has_template(directory: Path) -> bool:
+    if _holds(directory, _TEMPLATES):
+        return True
+    try:
+        settings: Any = json.loads((directory / 'tokenizer_config.json').read_text('utf-8'))
+    except (OSError, ValueError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get('chat_template'))
+
+
+def _check_file(path: str) -> Check:
+    name = 'chat template'
+    if is_remote(path):
+        return Check.ok(name, f'{path}, which the workers read; not looked at')
+    try:
+        text = Path(path).read_text(encoding='utf-8')
+    except (OSError, ValueError) as error:
+        return Check.failed(
+            name,
+            f'{path} cannot be read: {error}',
+            'Give a text file at a path that the workers can open, gs://… for example',
+        )
+    if '{' not in text:
+        return Check.warning(
+            name, f'{path} holds nothing of a Jinja template', 'See that it is the right file'
+        )
+    return Check.ok(name, path)
