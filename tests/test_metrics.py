@@ -234,6 +234,7 @@ def test_a_cache_too_small_for_the_prompts_is_noticed(
         use_dynamo=True,
         dynamo_runtime_config=simulated(1, simulation_kwargs=flags),
         max_in_flight=1,
+        order_by_prefix=False,
     )
     # In turn, so that each has pushed the others out before its own comes again.
     prompts = [f'{i % 8} {"begins all of these alike " * 100} {i}' for i in range(160)]
