@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from apache_beam_vllm_dynamo._doctor_report import Check
+from apache_beam_vllm_dynamo._doctor_report import Check, gib
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 
 _CONFIG = 'config.json'
@@ -102,7 +102,8 @@ def check_model(subject: Subject, files: ModelFiles, env: Mapping[str, str]) -> 
             f'{files.directory} has no weights',
             "Put them there; engine_kind='simulated' alone does without",
         )
-    return Check.ok(name, f'{files.directory}, {files.weights_bytes / 1e9:.1f} GB of weights')
+    size = f'{gib(files.weights_bytes)} of weights' if files.weights_bytes else 'no weights'
+    return Check.ok(name, f'{files.directory}, {size}')
 
 
 def check_template(subject: Subject, files: ModelFiles) -> Check:

@@ -59,7 +59,9 @@ def failed_by(name: str, error: Exception) -> Check:
     """The check that ``error`` failed; its text says what was found, then what to do."""
     text, *details = str(error).splitlines()
     found, _, mend = text.partition('. ')
-    return Check(name, Result.FAILED, found.removesuffix('.'), mend, tuple(details))
+    return Check(
+        name, Result.FAILED, found.removesuffix('.'), mend.removesuffix('.'), tuple(details)
+    )
 
 
 def exit_status(checks: Iterable[Check]) -> int:
