@@ -22,6 +22,7 @@ from apache_beam.ml.inference.base import (
     PredictionResult,
 )
 from apache_beam.utils.multi_process_shared import MultiProcessShared
+from apache_beam.utils.shared import Shared
 from apache_beam.utils.windowed_value import WindowedValue
 
 from apache_beam_vllm_dynamo._base_handler import VLLMModelHandler
@@ -190,6 +191,7 @@ class _InferenceDoFn(beam.DoFn):
         self._inference_args = inference_args
         # As RunInference names the only copy of a model.
         self._tag = f'{model_identifier}0'
+        self._of_this_process = Shared()
         self._load_ms: int | None = None
         self._model: _VLLMModelServer | None = None
         self._builder: RequestBuilder | None = None
@@ -201,7 +203,10 @@ class _InferenceDoFn(beam.DoFn):
     def setup(self) -> None:
         """Finds the worker's server, or starts it."""
         self._handler.set_environment_vars()
-        self._model = MultiProcessShared(self._load, tag=self._tag, always_proxy=True).acquire()
+        if self._handler.share_model_across_processes():
+            self._model = MultiProcessShared(self._load, tag=self._tag, always_proxy=True).acquire()
+        else:
+            self._model = self._of_this_process.acquire(self._load, tag=self._tag)
         self._builder = self._handler.request_builder(self._inference_args)
 
     def start_bundle(self) -> None:

@@ -6,6 +6,10 @@ already, so that all of them ask the same one.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from apache_beam.ml.inference import vllm_inference as upstream
@@ -19,11 +23,43 @@ class Served:
     Args:
       base_url: Where it listens, without a path.
       window: How many requests its engines run at once.
+      kv_caches: How many engines it has.
+      others: Further servers of the same kind, where each SDK process is to have its own.
+      claims: A directory in which the processes say which one they took.
     """
 
-    def __init__(self, base_url: str, window: int) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        window: int,
+        *,
+        kv_caches: int = 1,
+        others: Sequence[str] = (),
+        claims: pathlib.Path | None = None,
+    ) -> None:
         self._base_url = base_url
         self._window = window
+        self._kv_caches = kv_caches
+        self._others = tuple(others)
+        self._claims = claims
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all processes ask one server."""
+        return not self._others
+
+    def claimed(self) -> Served:
+        """The server that is this process's own."""
+        if self._claims is None or self.is_shared:
+            return self
+        for number, url in enumerate((self._base_url, *self._others)):
+            claim = self._claims / f'claim-{number}'
+            with contextlib.suppress(FileExistsError):
+                claim.touch(exist_ok=False)
+                claim.write_text(str(os.getpid()))
+            if claim.read_text() == str(os.getpid()):
+                return Served(url, self._window, kv_caches=self._kv_caches)
+        raise RuntimeError('There are more processes than servers.')
 
     # What our handlers ask.
 
@@ -34,7 +70,7 @@ class Served:
         return self._window
 
     def kv_caches(self) -> int:
-        return 1
+        return self._kv_caches
 
     def endpoint(self) -> str:
         return self._base_url
@@ -59,7 +95,10 @@ class OursOnServed(VLLMCompletionsModelHandler):
         self._served = served
 
     def load_model(self) -> Any:
-        return self._served
+        return self._served.claimed()
+
+    def share_model_across_processes(self) -> bool:
+        return self._served.is_shared
 
 
 class BeamsOnServed(upstream.VLLMCompletionsModelHandler):
@@ -70,4 +109,7 @@ class BeamsOnServed(upstream.VLLMCompletionsModelHandler):
         self._served = served
 
     def load_model(self) -> Any:
-        return self._served
+        return self._served.claimed()
+
+    def share_model_across_processes(self) -> bool:
+        return self._served.is_shared
