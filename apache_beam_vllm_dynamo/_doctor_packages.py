@@ -156,6 +156,8 @@ def _together(packages: Packages) -> Check:
 
 def _unmet(packages: Packages) -> Iterable[str]:
     for name, texts in packages.requirements.items():
+        if name == THIS:  # each of its own has a line
+            continue
         for requirement in map(Requirement, texts):
             version = packages.versions.get(requirement.name.lower().replace('_', '-'))
             if version is None or not _applies(requirement, ''):
