@@ -21,6 +21,7 @@ from apache_beam_vllm_dynamo.errors import (
 from apache_beam_vllm_dynamo.handlers import VLLMChatModelHandler, VLLMCompletionsModelHandler
 from apache_beam_vllm_dynamo.inference import LLMInference, SplitErrors
 from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, OpenAIChatMessage
+from apache_beam_vllm_dynamo.prefix_batching import PrefixBatchElements
 
 __all__ = [
     'ChatRequest',
@@ -37,6 +38,7 @@ __all__ = [
     'LLMInference',
     'MissingDependencyError',
     'OpenAIChatMessage',
+    'PrefixBatchElements',
     'RuntimeFailedError',
     'SplitErrors',
     'StartError',
