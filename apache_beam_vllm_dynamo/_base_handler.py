@@ -158,7 +158,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         requests = [builder.build(element) for element in batch]
         outcomes = self.client_for(model).run(requests)
         self.record_outcomes(requests, outcomes)
-        self.record_events(model)
+        self.end_bundle(model)
         failures = [
             (index, outcome.error)
             for index, outcome in enumerate(outcomes)
@@ -229,15 +229,14 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         outcomes: Sequence[Outcome],
     ) -> None:
         """Counts the outcomes of requests; for the bundle's thread."""
-        self._to_metrics().record(outcomes)
+        self._to_metrics().record(requests, outcomes)
         if self._config is not None and self._config.uses_kv_router:
             _reuse.watch().note(requests, outcomes)
 
-    def record_events(self, model: _VLLMModelServer) -> None:
+    def end_bundle(self, model: _VLLMModelServer) -> None:
         """Counts what happened to the server meanwhile; for the bundle's thread."""
-        restarts, migrations = model.take_events()
-        self._to_metrics().record_restarts(restarts)
-        self._to_metrics().record_migrations(migrations)
+        self._to_metrics().count(model.take_events())
+        self._to_metrics().end_bundle()
 
     def record_number(self, inferences: int) -> None:
         """Counts inferences where RunInference does not; for the bundle's thread."""

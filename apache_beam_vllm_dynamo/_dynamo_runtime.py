@@ -24,6 +24,7 @@ from apache_beam_vllm_dynamo._commands import Command, Stack
 from apache_beam_vllm_dynamo._device_lock import devices_to_lock
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._external_etcd import ExternalEtcd
+from apache_beam_vllm_dynamo._model_server import ENGINE_REQUESTS
 from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._readiness import await_engines, await_probe
@@ -94,11 +95,21 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         """How many KV caches the engines have, all together."""
         return sum(spec.data_parallel_size for spec in self._config.listed_engines)
 
-    def migrations(self) -> int | None:
-        """How many requests have moved to another engine, as the frontend counts them."""
+    def counts(self) -> Mapping[str, int]:
+        """Requests that moved to another engine, and those that each engine got."""
         with self._lock:
             stack = self._stack if self._ready else None
-        return None if stack is None else _probes.migrations(stack.addresses.frontend_port)
+        if stack is None:
+            return {}
+        ports = [engine.system_port for engine in stack.addresses.engines]
+        counts = {
+            'migrated_requests': _probes.migrations(stack.addresses.frontend_port),
+            **{
+                f'{ENGINE_REQUESTS}{number}': _probes.requests_of_engine(port)
+                for number, port in enumerate(ports, start=1)
+            },
+        }
+        return {name: count for name, count in counts.items() if count is not None}
 
     def _base_url(self) -> str | None:
         return None if self._stack is None else self._stack.addresses.base_url

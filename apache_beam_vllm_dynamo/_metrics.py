@@ -7,11 +7,18 @@ gathered elsewhere and recorded here in one go, by the thread that called ``run_
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable
+import logging
+from collections.abc import Mapping, Sequence
 
 from apache_beam.metrics import Metrics
 
+from apache_beam_vllm_dynamo._model_server import ENGINE_REQUESTS
+from apache_beam_vllm_dynamo._prefix_census import NEW_BELOW, census
+from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Answer, Outcome, Response
+from apache_beam_vllm_dynamo.errors import InferenceError
+
+_LOGGER = logging.getLogger(__name__)
 
 NAMESPACE = 'BeamML_vLLM_Dynamo'
 
@@ -26,28 +33,33 @@ class InferenceMetrics:
 
     def __init__(self) -> None:
         self._counters: dict[str, Metrics.DelegatingCounter] = {}
+        self._bundle: collections.Counter[str] = collections.Counter()
         self._latency = Metrics.distribution(NAMESPACE, 'request_latency_ms')
         self._queue_time = Metrics.distribution(NAMESPACE, 'request_queue_time_ms')
         self._wall_clock = Metrics.distribution(NAMESPACE, 'inference_wall_clock_ms')
         # RunInference's own, by its names, for the transform that does without it.
         self._load = Metrics.distribution(NAMESPACE, 'load_model_latency_milli_secs')
 
-    def record(self, outcomes: Iterable[Outcome]) -> None:
-        """Records the outcomes of one batch; to be called on the bundle's thread."""
+    def record(
+        self,
+        requests: Sequence[PreparedRequest | InferenceError],
+        outcomes: Sequence[Outcome],
+    ) -> None:
+        """Records requests and their outcomes; to be called on the bundle's thread."""
         # A counter costs some microseconds to find and to add to, so it gets sums.
         sums: collections.Counter[str] = collections.Counter()
-        for outcome in outcomes:
+        for request, outcome in zip(requests, outcomes, strict=True):
             sums['retried_requests'] += len(outcome.retried)
             if isinstance(outcome, Answer):
                 _add_response(sums, outcome.response)
+                if isinstance(request, PreparedRequest):
+                    _add_prefix(sums, request, outcome.response)
                 self._latency.update(round(outcome.latency_s * 1000))
                 self._queue_time.update(round(outcome.queue_s * 1000))
                 self._wall_clock.update(outcome.completed_at_ms)
             else:
                 sums[f'failed_{outcome.error.kind}'] += 1
-        for name, number in sums.items():
-            if number:
-                self._count(name, number)
+        self.count(sums)
 
     def _count(self, name: str, number: int) -> None:
         counter = self._counters.get(name)
@@ -55,15 +67,18 @@ class InferenceMetrics:
             counter = self._counters[name] = Metrics.counter(NAMESPACE, name)
         counter.inc(number)
 
-    def record_restarts(self, restarts: int) -> None:
-        """Records restarts of children; to be called on the bundle's thread."""
-        if restarts:
-            self._count('engine_restarts', restarts)
+    def count(self, events: Mapping[str, int]) -> None:
+        """Counts by name; to be called on the bundle's thread."""
+        self._bundle.update(events)
+        for name, number in events.items():
+            if number:
+                self._count(name, number)
 
-    def record_migrations(self, migrations: int) -> None:
-        """Records requests that moved to another engine; to be called on the bundle's thread."""
-        if migrations:
-            self._count('migrated_requests', migrations)
+    def end_bundle(self) -> None:
+        """Says what came of the prefixes since this was called last."""
+        if self._bundle['prompt_tokens'] and _LOGGER.isEnabledFor(logging.DEBUG):
+            _LOGGER.debug(reuse_text(self._bundle))
+        self._bundle.clear()
 
     def record_number(self, inferences: int) -> None:
         """Counts inferences under the name that RunInference uses."""
@@ -72,6 +87,23 @@ class InferenceMetrics:
     def record_load(self, took_ms: int) -> None:
         """Records the start of a server under the name that RunInference uses."""
         self._load.update(took_ms)
+
+
+def reuse_text(counts: Mapping[str, int]) -> str:
+    """What came of the prefixes, in a line, by the counters of a bundle."""
+    tokens = counts['prompt_tokens']
+    engines = sorted(
+        (int(name.removeprefix(ENGINE_REQUESTS)), number)
+        for name, number in counts.items()
+        if name.startswith(ENGINE_REQUESTS)
+    )
+    shares = ', '.join(f'{number} by engine {engine}' for engine, number in engines)
+    return (
+        f'{tokens} prompt tokens, of which {counts.get("cached_prompt_tokens", 0) / tokens:.1%} '
+        f'were cached and {counts.get("cacheable_prompt_tokens", 0) / tokens:.1%} could be; '
+        f'{counts.get("distinct_prefixes", 0)} new prefixes; requests since last counted: '
+        f'{shares or "not known"}'
+    )
 
 
 def _add_response(sums: collections.Counter[str], response: Response) -> None:
@@ -85,6 +117,15 @@ def _add_response(sums: collections.Counter[str], response: Response) -> None:
     details = usage.prompt_tokens_details
     if details is not None and details.cached_tokens:
         sums['cached_prompt_tokens'] += details.cached_tokens
+
+
+def _add_prefix(
+    sums: collections.Counter[str], request: PreparedRequest, response: Response
+) -> None:
+    seen = census().seen_share(request.body)
+    sums['distinct_prefixes'] += seen < NEW_BELOW
+    if response.usage is not None:
+        sums['cacheable_prompt_tokens'] += round(seen * (response.usage.prompt_tokens or 0))
 
 
 def _reason(said: str | None) -> str:

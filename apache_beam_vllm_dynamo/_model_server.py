@@ -11,12 +11,15 @@ import threading
 import time
 import uuid
 import weakref
+from collections.abc import Mapping
 from typing import Protocol
 
 from apache_beam_vllm_dynamo._restart import ChildStatus
 
-# Reading the frontend's metrics takes it and the reader a millisecond each.
-MIGRATIONS_EVERY_S = 0.25
+# To read a server's metrics takes it and the reader a millisecond or two, for each of them.
+COUNTS_EVERY_S = 1.0
+# The name of the metric for the requests of an engine, up to its number.
+ENGINE_REQUESTS = 'requests_of_engine_'
 
 
 class Runtime(Protocol):
@@ -39,8 +42,11 @@ class Runtime(Protocol):
     def statuses(self) -> tuple[ChildStatus, ...]:
         """What is known of each process."""
 
-    def migrations(self) -> int | None:
-        """How many requests have moved to another engine; ``None`` where that is not known now."""
+    def counts(self) -> Mapping[str, int]:
+        """What the servers have counted since they started, by the name of a metric.
+
+        What cannot be read now is left out; a server that was replaced begins at 0 again.
+        """
 
     def close(self, reason: str = 'closed') -> None:
         """Ends all processes."""
@@ -74,10 +80,9 @@ class _VLLMModelServer:
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
         self._id = uuid.uuid4().hex
-        self._lock = threading.Lock()
-        self._counted_restarts = 0
-        self._counted_migrations = 0
-        self._asked_migrations_at = -math.inf
+        self._counted: dict[str, int] = {}
+        self._counting = threading.Lock()
+        self._counted_at = -math.inf
         # Registered before the start, which takes minutes in which the process may exit.
         self._finalizer = weakref.finalize(self, runtime.close, 'its model was dropped')
         try:
@@ -111,35 +116,29 @@ class _VLLMModelServer:
         """The state, process id, devices, restarts and last error of each process."""
         return self._runtime.statuses()
 
-    def take_restarts(self) -> int:
-        """How many restarts there were since anybody asked last, for counting each once."""
-        with self._lock:
-            restarts = sum(status.restarts for status in self._runtime.statuses())
-            new, self._counted_restarts = restarts - self._counted_restarts, restarts
-        return new
+    def take_events(self) -> dict[str, int]:
+        """What happened since anybody asked last, by the name of a metric, each once.
 
-    def take_migrations(self) -> int:
-        """How many requests moved to another engine since anybody asked last.
-
-        The frontend is asked at most every quarter of a second; those in between are counted
-        with the next answer.
+        The servers' own counts are read at most once a second; what they counted in between
+        comes with the next answer.
         """
-        with self._lock:
+        if not self._counting.acquire(blocking=False):
+            return {}  # somebody else is at it
+        try:
+            restarts = sum(status.restarts for status in self._runtime.statuses())
+            totals = {'engine_restarts': restarts}
             now = time.monotonic()
-            if now - self._asked_migrations_at < MIGRATIONS_EVERY_S:
-                return 0
-            self._asked_migrations_at = now
-        total = self._runtime.migrations()
-        if total is None:
-            return 0
-        with self._lock:
-            counted, self._counted_migrations = self._counted_migrations, total
-        # A frontend that was replaced counts from 0.
-        return total - counted if total >= counted else total
+            if now - self._counted_at >= COUNTS_EVERY_S:
+                self._counted_at = now
+                totals |= self._runtime.counts()
+            return {name: new for name, total in totals.items() if (new := self._new(name, total))}
+        finally:
+            self._counting.release()
 
-    def take_events(self) -> tuple[int, int]:
-        """Both of the above in one call, for each costs a trip between processes."""
-        return self.take_restarts(), self.take_migrations()
+    def _new(self, name: str, total: int) -> int:
+        counted, self._counted[name] = self._counted.get(name, 0), total
+        # A server that was replaced counts from 0.
+        return total - counted if total >= counted else total
 
     def close(self) -> None:
         """Ends the server and everything that it started; closing twice is no error."""

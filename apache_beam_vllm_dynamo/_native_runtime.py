@@ -77,9 +77,9 @@ class NativeVLLMRuntime(SupervisedRuntime):
         """How many KV caches the server has: one for each of its data-parallel ranks."""
         return self._server.data_parallel_size
 
-    def migrations(self) -> int:
-        """None: there is one server."""
-        return 0
+    def counts(self) -> Mapping[str, int]:
+        """Nothing: what is counted of Dynamo's parts has no like in one server."""
+        return {}
 
     def _base_url(self) -> str | None:
         return None if self._port is None else f'http://{LOOPBACK}:{self._port}'

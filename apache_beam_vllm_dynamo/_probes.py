@@ -21,6 +21,9 @@ PROBE_TIMEOUT_S = 2.0  # a healthy server on loopback answers in milliseconds, a
 CANARY_TIMEOUT_S = 60.0  # the first request may compile kernels
 CANARY_PROMPT = 'Hello'
 
+_REQUESTS = re.compile(
+    rb'^dynamo_component_requests_total\{[^}]*dynamo_endpoint="generate"[^}]*\} (\S+)', re.MULTILINE
+)
 _MIGRATIONS = re.compile(rb'^dynamo_frontend_model_migration_total(?:\{.*\})? (\S+)', re.MULTILINE)
 
 
@@ -100,16 +103,25 @@ def routed_ports(
 
 def migrations(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
     """How many requests the frontend has moved to another engine; ``None`` without an answer."""
+    return _sum_of(_MIGRATIONS, port, timeout_s)
+
+
+def requests_of_engine(port: int, timeout_s: float = PROBE_TIMEOUT_S) -> int | None:
+    """How many requests an engine has got, on whose system port; ``None`` without an answer."""
+    return _sum_of(_REQUESTS, port, timeout_s)
+
+
+def sum_of(series: re.Pattern[bytes], text: bytes) -> int:
+    """The sum over all series of a metric that a pattern finds, each by its value."""
+    return round(sum(map(float, series.findall(text))))
+
+
+def _sum_of(series: re.Pattern[bytes], port: int, timeout_s: float) -> int | None:
     try:
         status, text = _send('GET', port, '/metrics', None, timeout_s)
     except (OSError, http.client.HTTPException):
         return None
-    return count_of_migrations(text) if status == HTTPStatus.OK else None
-
-
-def count_of_migrations(text: bytes) -> int:
-    """The sum over all models and kinds in the frontend's metrics."""
-    return round(sum(map(float, _MIGRATIONS.findall(text))))
+    return sum_of(series, text) if status == HTTPStatus.OK else None
 
 
 def answers(port: int, model_name: str) -> Reply | None:

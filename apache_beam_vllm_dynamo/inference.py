@@ -245,7 +245,7 @@ class _InferenceDoFn(beam.DoFn):
         assert model is not None
         for done in stream.drain():
             yield from self._results([done, *stream.ready()]) or ()
-        self._handler.record_events(model)
+        self._handler.end_bundle(model)
         if self._load_ms is not None:
             self._handler.record_load(self._load_ms)
             self._load_ms = None

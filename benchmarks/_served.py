@@ -75,8 +75,8 @@ class Served:
     def endpoint(self) -> str:
         return self._base_url
 
-    def take_events(self) -> tuple[int, int]:
-        return 0, 0
+    def take_events(self) -> dict[str, int]:
+        return {}
 
     # What Beam's handlers ask.
 

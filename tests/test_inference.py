@@ -67,8 +67,8 @@ class OnServer:
     def endpoint(self) -> str:
         return self._url
 
-    def take_events(self) -> tuple[int, int]:
-        return 0, 0
+    def take_events(self) -> dict[str, int]:
+        return {}
 
 
 # Handlers are pickled, so what they find on the way is kept here.

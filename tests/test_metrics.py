@@ -18,17 +18,19 @@ from apache_beam_vllm_dynamo import (
     LLMInference,
     VLLMCompletionsModelHandler,
     _model_server,
+    _prefix_census,
     _probes,
     _reuse,
 )
 from apache_beam_vllm_dynamo._metrics import NAMESPACE, InferenceMetrics
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
+from apache_beam_vllm_dynamo._prefix_census import PrefixCensus
 from apache_beam_vllm_dynamo._requests import Endpoint, PreparedRequest, RequestBuilder
 from apache_beam_vllm_dynamo._responses import Answer, Failure, Outcome
 from apache_beam_vllm_dynamo._restart import ChildStatus
 from apache_beam_vllm_dynamo._retry import RetryReason
 from apache_beam_vllm_dynamo._reuse import ReuseWatch
-from tests.support.stacks import MODEL, simulated, started
+from tests.support.stacks import MODEL, complete, simulated, started
 
 pytestmark = pytest.mark.usefixtures('nothing_left')
 
@@ -71,9 +73,8 @@ def failed(kind: ErrorKind) -> Failure:
 class _Record(beam.DoFn):
     def process(self, outcomes: Sequence[Outcome]) -> Iterator[None]:
         metrics = InferenceMetrics()
-        metrics.record(outcomes)
-        metrics.record_restarts(2)
-        metrics.record_migrations(3)
+        metrics.record([build(LONG)] * len(outcomes), outcomes)
+        metrics.count({'engine_restarts': 2, 'migrated_requests': 3, 'requests_of_engine_1': 0})
         yield None
 
 
@@ -98,6 +99,8 @@ def test_everything_that_happened_is_counted_in_one_namespace() -> None:
         'failed_overloaded': 2,
         'engine_restarts': 2,
         'migrated_requests': 3,
+        'distinct_prefixes': 1,
+        'cacheable_prompt_tokens': 7,
     }
     spread = {
         m.key.metric.name: (m.committed.min, m.committed.max, m.committed.count)
@@ -112,10 +115,11 @@ def test_everything_that_happened_is_counted_in_one_namespace() -> None:
 
 @dataclasses.dataclass
 class Counting:
-    """A runtime whose frontend counts migrations."""
+    """A runtime whose servers count."""
 
-    total: int | None = 0
+    totals: dict[str, int]
     window: int = 1
+    kv_caches: int = 1
 
     def start(self) -> None:
         pass
@@ -123,46 +127,49 @@ class Counting:
     def endpoint(self) -> str:
         return ''
 
-    kv_caches = 1
-
     def statuses(self) -> tuple[ChildStatus, ...]:
         return ()
 
-    def migrations(self) -> int | None:
-        return self.total
+    def counts(self) -> dict[str, int]:
+        return self.totals
 
     def close(self, reason: str = 'closed') -> None:
         pass
 
 
-def test_a_migration_is_counted_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_model_server, 'MIGRATIONS_EVERY_S', 0.0)
-    runtime = Counting(total=4)
+def test_an_event_is_counted_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_model_server, 'COUNTS_EVERY_S', 0.0)
+    runtime = Counting({'migrated_requests': 4, 'requests_of_engine_1': 10})
     model = _VLLMModelServer(runtime)
-    assert (model.take_migrations(), model.take_migrations()) == (4, 0)
-    runtime.total = None
-    assert model.take_migrations() == 0
-    runtime.total = 6
-    assert model.take_events() == (0, 2)
-    runtime.total = 1  # another frontend
-    assert model.take_migrations() == 1
+    assert model.take_events() == {'migrated_requests': 4, 'requests_of_engine_1': 10}
+    assert model.take_events() == {}
+    runtime.totals = {'requests_of_engine_1': 12}  # the frontend does not answer
+    assert model.take_events() == {'requests_of_engine_1': 2}
+    runtime.totals = {'migrated_requests': 1, 'requests_of_engine_1': 3}  # both were replaced
+    assert model.take_events() == {'migrated_requests': 1, 'requests_of_engine_1': 3}
     model.close()
 
 
-def test_the_frontend_is_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_model_server, 'MIGRATIONS_EVERY_S', 3600.0)
-    runtime = Counting(total=4)
+def test_the_servers_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_model_server, 'COUNTS_EVERY_S', 3600.0)
+    runtime = Counting({'migrated_requests': 4})
     model = _VLLMModelServer(runtime)
-    assert model.take_migrations() == 4
-    runtime.total = 9
-    assert model.take_migrations() == 0
+    assert model.take_events() == {'migrated_requests': 4}
+    runtime.totals = {'migrated_requests': 9}
+    assert model.take_events() == {}
     model.close()
 
 
-def test_the_frontends_count_of_migrations_is_read() -> None:
-    with started(simulated(1)) as runtime:
-        assert runtime.migrations() == 0
-    assert runtime.migrations() is None
+def test_the_counts_of_frontend_and_engines_are_read() -> None:
+    with started(simulated(2)) as runtime:
+        before = runtime.counts()
+        for number in range(6):
+            complete(runtime.endpoint(), f'prompt {number}')
+        new = {name: count - before[name] for name, count in runtime.counts().items()}
+    assert new.pop('migrated_requests') == 0
+    assert set(new) == {'requests_of_engine_1', 'requests_of_engine_2'}
+    assert sum(new.values()) == 6
+    assert runtime.counts() == {}
     assert _probes.migrations(1) is None
 
 
@@ -173,7 +180,51 @@ def test_migrations_of_all_kinds_and_models_are_summed() -> None:
         b'dynamo_frontend_model_migration_total{model="a b",migration_type="ongoing_request"} 3e0\n'
         b'dynamo_frontend_model_migration_limit{model="a b"} 9\n'
     )
-    assert _probes.count_of_migrations(text) == 5
+    assert _probes.sum_of(_probes._MIGRATIONS, text) == 5
+
+
+def test_what_could_have_been_cached_is_counted_in_pieces_of_the_prompts() -> None:
+    census = PrefixCensus()
+    prompt = bytes(range(256)) * 16  # of 4,096 bytes
+    assert census.seen_share(prompt) == 0
+    assert census.seen_share(prompt) == 1
+    assert census.seen_share(prompt[:2048] + b'x' * 2048) == 0.5
+    assert census.seen_share(b'y' + prompt) == 0  # a prefix counts from the beginning only
+    assert census.seen_share(prompt[:1300]) == 1024 / 1300
+    assert census.seen_share(b'') == 0
+
+
+def test_the_memory_of_what_was_seen_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_prefix_census, 'REMEMBERED_PIECES', 100)
+    census = PrefixCensus()
+    first = b'first' * 1000
+    census.seen_share(first)
+    for number in range(500):
+        census.seen_share(f'{number:05}'.encode() * 1000)
+        assert len(census._recent) + len(census._older) <= 220
+    assert census.seen_share(first) == 0
+
+
+def test_a_bundle_says_what_came_of_its_prefixes(caplog: pytest.LogCaptureFixture) -> None:
+    metrics = InferenceMetrics()
+    with caplog.at_level(logging.DEBUG, 'apache_beam_vllm_dynamo._metrics'):
+        metrics.count(
+            {
+                'prompt_tokens': 1000,
+                'cached_prompt_tokens': 500,
+                'cacheable_prompt_tokens': 600,
+                'distinct_prefixes': 3,
+                'requests_of_engine_10': 7,
+                'requests_of_engine_2': 5,
+            }
+        )
+        metrics.end_bundle()
+        metrics.end_bundle()  # nothing happened since
+    [record] = caplog.records
+    assert record.getMessage() == (
+        '1000 prompt tokens, of which 50.0% were cached and 60.0% could be; 3 new prefixes; '
+        'requests since last counted: 5 by engine 2, 7 by engine 10'
+    )
 
 
 def build(prompt: str) -> PreparedRequest:
