@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pathlib
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +17,7 @@ import pytest
 import yaml
 from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.typehints.schemas import named_fields_from_element_type
+from apache_beam.yaml import main
 from apache_beam.yaml.yaml_provider import parse_providers
 from apache_beam.yaml.yaml_transform import YamlTransform
 
@@ -31,7 +29,7 @@ from apache_beam_vllm_dynamo import (
 )
 from tests.fake_server import FakeServer
 from tests.support.pipelines import collect, collected
-from tests.support.processes import ROOT, ProcessTree
+from tests.support.processes import ROOT
 from tests.support.stacks import MODEL
 from tests.test_inference import OnServer
 
@@ -112,24 +110,19 @@ ROWS = [beam.Row(id=i, prompt=f'prompt number {i}') for i in range(4)]
 def test_the_example_answers_conversations_and_keeps_what_has_no_answer_apart(
     tmp_path: pathlib.Path,
 ) -> None:
-    """Run by the command that its first lines show; every line of the input is somewhere."""
+    """By the program and with the flags of its first lines; no line of the input is lost."""
     conversation = {'id': 1, 'messages': [{'role': 'user', 'content': 'Hi'}], 'tags': ['a', None]}
     lines = ['{"id": 0, "prompt": "Hello"}', json.dumps(conversation), '{"id": 2, "prompt": 7}']
     lines += ['{"id": 3}', 'no JSON', '[4]']
     (tmp_path / 'in.jsonl').write_text('\n'.join(lines))
-    with ProcessTree() as tree:
-        done = subprocess.run(
-            (
-                sys.executable, '-m', 'apache_beam.yaml.main', f'--yaml_pipeline_file={EXAMPLE}',
-                '--jinja_variable_flags=model,input,output,engine_kind', f'--model={MODEL}',
-                f'--input={tmp_path}/in.jsonl', f'--output={tmp_path}/out',
-                '--engine_kind=simulated',
-            ),
-            cwd=ROOT, env={**os.environ, **tree.env}, capture_output=True, text=True, timeout=90,
-            check=False,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        tree.wait_until_gone()
+    main.run(
+        [
+            f'--yaml_pipeline_file={EXAMPLE}',
+            '--jinja_variable_flags=model,input,output,engine_kind', f'--model={MODEL}',
+            f'--input={tmp_path}/in.jsonl', f'--output={tmp_path}/out',
+            '--engine_kind=simulated', '--runner=FnApiRunner',
+        ]
+    )  # fmt: skip
     [answers] = tmp_path.glob('out-?????-of-?????')
     answered = by_id([json.loads(line) for line in answers.read_text().splitlines()])
     assert answered.keys() == {0, 1}
@@ -163,18 +156,23 @@ def test_beams_run_inference_takes_a_chat_handler_with_a_typed_config() -> None:
     assert dict(fields)['prompt'] is str
 
 
-def test_beams_run_inference_takes_a_completions_handler_and_functions_round_it() -> None:
-    handler = {
+def test_beams_run_inference_takes_a_completions_handler_and_functions_round_it(
+    server: FakeServer,
+) -> None:
+    config = {
+        'model_name': 'm',
         'preprocess': {'callable': 'lambda row: [504, 2365, 11 + row.id]'},
-        'postprocess': {'callable': 'lambda result: result.inference.usage.prompt_tokens'},
+        'postprocess': {'callable': 'lambda result: result.inference.choices[0].text'},
     }
     rows, _ = ask(
         ROWS,
         'RunInference',
-        model_handler={'type': 'VLLMCompletionsModelHandler', 'config': SIMULATED | handler},
-        inference_tag='tokens',
+        model_handler={'type': 'VLLMCompletionsModelHandler', 'config': config},
+        inference_tag='text',
     )
-    assert [row['tokens'] for row in rows] == [3, 3, 3, 3]
+    assert {row['id']: row['text'] for row in rows} == {
+        i: f'[504, 2365, {11 + i}]' for i in range(4)
+    }
 
 
 def test_answers_are_rows_with_types_beside_what_the_rows_had(server: FakeServer) -> None:
