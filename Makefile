@@ -17,7 +17,7 @@ ENVIRONMENT := $(PYTHON) tools/environment.py
 THIS_PYTHON := $(if $(GIVEN),--this-python)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
 
-.PHONY: help python env env-cpu env-gpu test test-cpu demo lint format type lock clean
+.PHONY: help python env env-cpu env-gpu test test-cpu demo bench lint format type lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +51,10 @@ else
 demo: env-cpu
 	.venv-cpu/bin/python -m examples.demo --model .cache/models/SmolLM2-135M-Instruct --engine_kind cpu $(ARGS)
 endif
+
+bench: env ## compare native, round-robin and KV routing on simulated engines, in a few minutes
+	.venv/bin/python -m benchmarks.compare --engine simulated --num_engines 4 --cohorts 0,95 \
+	    --repeats 3 --out .cache/bench $(ARGS)
 
 lint: env ## style of every file
 	.venv/bin/ruff check .
