@@ -38,7 +38,7 @@ SUSPECT_AFTER = 3
 _WARN_EVERY_S = 60.0
 # At the beginning of a bundle nothing is in flight and few requests are there to choose from; sent
 # as they come, the first windowful would open every prefix at once. So they are gathered: until
-# no more came for a moment, or for so long.
+# no more came for a moment, more would not better the order, or for so long.
 GATHER_S = 1.0
 GATHER_PAUSE_S = 0.05
 # A request without a prefix worth the wait: some hundred tokens of text.
@@ -231,11 +231,11 @@ class Dispatcher:
             return
         assert self._loop is not None
         now = self._loop.time()
-        if now >= min(until, self._last_came_at + GATHER_PAUSE_S):
+        over = now >= until or now - self._last_came_at >= GATHER_PAUSE_S
+        if over or not self._queue.gains_by_more():
             self._end_gathering()
         else:
-            at = min(until, self._last_came_at + GATHER_PAUSE_S)
-            self._loop.call_at(at, self._look_at_gathered, until)
+            self._loop.call_later(GATHER_PAUSE_S, self._look_at_gathered, until)
 
     def _end_gathering(self) -> None:
         self._gathering_until = None

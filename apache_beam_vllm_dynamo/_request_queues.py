@@ -15,6 +15,10 @@ from typing import Generic, Protocol, TypeVar
 _PLACES_LOOKED_AT = 64
 
 
+# So many requests show whether they share prefixes, and whether these are few or many.
+_ENOUGH_TO_JUDGE = 32
+
+
 class Waiting(Protocol):
     """What a queue holds."""
 
@@ -41,6 +45,9 @@ class RequestQueue(Protocol[T]):
     def discard(self, unwanted: Callable[[T], bool]) -> None:
         """Forgets requests."""
 
+    def gains_by_more(self) -> bool:
+        """Whether the order would be better for more requests to choose from."""
+
 
 class ArrivalQueue(Generic[T]):
     """First come, first served."""
@@ -63,6 +70,10 @@ class ArrivalQueue(Generic[T]):
         """Forgets requests."""
         kept = [request for request in self._requests if not unwanted(request)]
         self._requests = collections.deque(kept)
+
+    def gains_by_more(self) -> bool:
+        """Never."""
+        return False
 
 
 class PrefixQueue(Generic[T]):
@@ -121,6 +132,18 @@ class PrefixQueue(Generic[T]):
         self._prefixes = [request.prefix for request in self._requests]
         self._marks = [0] * len(self._marks)
 
+    def gains_by_more(self) -> bool:
+        """Whether the order would be better for more requests to choose from.
+
+        Not where those that wait have nothing in common, nor where they have no more prefixes
+        than are open at once anyway. A prefix is what two neighbours share half of.
+        """
+        size = len(self._prefixes)
+        if size < _ENOUGH_TO_JUDGE:
+            return True
+        alike = sum(map(_half_alike, self._prefixes, self._prefixes[1:]))
+        return alike > 0 and size - alike > len(self._marks)
+
     def _begin_anew(self, place: int) -> int:
         """Where a mark that met another goes; ``place``, where it is, if there is no better."""
         size = len(self._requests)
@@ -145,6 +168,11 @@ def _least_alike(prefixes: Sequence[bytes], places: range, middle: int) -> int:
         if before[:least] != after[:least]:
             best, least = place, common_length(before, after)
     return best
+
+
+def _half_alike(one: bytes, other: bytes) -> bool:
+    half = min(len(one), len(other)) // 2
+    return one[:half] == other[:half]
 
 
 def common_length(one: bytes, other: bytes) -> int:

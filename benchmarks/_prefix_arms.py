@@ -29,7 +29,7 @@ from apache_beam_vllm_dynamo import (
     _clients,
 )
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
-from benchmarks._prefix_loads import BLOCK_TOKENS, Load
+from benchmarks._prefix_loads import BLOCK_TOKENS, Load, Prompt
 from benchmarks._served import BeamsOnServed, OursOnServed, Served
 from tools.small_model import TOKENIZER_DIRECTORY
 
@@ -58,7 +58,7 @@ class Measured:
     engine_share_max_over_min: float
 
 
-def measure(arm: Arm, load: Load, prompts: Sequence[list[int]]) -> Measured:
+def measure(arm: Arm, load: Load, prompts: Sequence[Prompt]) -> Measured:
     """Runs an arm over prompts, on engines that have seen none."""
     per_worker = ENGINES // load.workers
     with contextlib.ExitStack() as stack:
@@ -101,8 +101,17 @@ def _elements(arm: Arm, load: Load) -> beam.PTransform[Any, Any]:
     """What comes before the inference."""
     if arm == 'transform':
         return PrefixBatchElements()
+    if arm == 'beam_rr':
+        return _Lists()
     # Otherwise one worker would read, and ask about, everything.
     return beam.Reshuffle() if load.workers > 1 else beam.Map(_same)
+
+
+class _Lists(beam.PTransform[Any, Any]):
+    """Spreads prompts over the workers, as lists, the only ids that Beam's handler can send."""
+
+    def expand(self, prompts: Any) -> Any:
+        return prompts | beam.Reshuffle() | beam.Map(list)
 
 
 def _inference(arm: Arm, load: Load, served: Served) -> beam.PTransform[Any, Any]:
@@ -168,7 +177,7 @@ def _usage(result: PredictionResult) -> dict[str, Any]:
 def _run(
     before: beam.PTransform[Any, Any],
     inference: beam.PTransform[Any, Any],
-    prompts: Sequence[list[int]],
+    prompts: Sequence[Prompt],
     load: Load,
     directory: pathlib.Path,
 ) -> None:

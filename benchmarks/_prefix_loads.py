@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import random
 
 # Ids that every tokenizer of the small models knows, away from those with a meaning of their own.
 _TOKEN_IDS = range(1_000, 40_000)
 BLOCK_TOKENS = 16
+
+# Beam writes and reads an array at once, and a list id by id, which would be measured with it.
+Prompt = array.array[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +57,12 @@ class Load:
             return dataclasses.replace(self, prefixes=max(2, round(self.prefixes * share)))
         return dataclasses.replace(self, siblings=max(2, round(self.siblings * share)))
 
-    def prompts(self, seed: int) -> list[list[int]]:
+    def prompts(self, seed: int) -> list[Prompt]:
         """The prompts, as token ids, in no order."""
         chance = random.Random(seed)
 
-        def tokens(number: int) -> list[int]:
-            return chance.choices(_TOKEN_IDS, k=number)
+        def tokens(number: int) -> Prompt:
+            return array.array('i', chance.choices(_TOKEN_IDS, k=number))
 
         prompts = []
         for _ in range(self.prefixes):

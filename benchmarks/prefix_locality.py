@@ -45,6 +45,7 @@ CACHED_TARGETS: tuple[tuple[str, Arm, float], ...] = (
     ('A', 'ordered', 0.92 / 0.949),
     ('B', 'ordered', 0.9),
 )
+# load, arm, at most so uneven
 SHARE_TARGETS: tuple[tuple[str, Arm, float], ...] = (('D', 'ordered', 1.2),)
 
 

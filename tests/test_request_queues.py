@@ -118,6 +118,19 @@ def test_forgotten_requests_are_not_taken() -> None:
     assert len(first) + len(rest) + gone == 24
 
 
+@pytest.mark.parametrize(
+    ('number', 'siblings', 'gains'),
+    [(10, 2, True), (10, 8, True), (3, 20, False), (1, 60, False), (60, 1, False)],
+    ids=['few', 'many prefixes', 'no more prefixes than marks', 'one prefix', 'nothing shared'],
+)
+def test_more_to_choose_from_is_worth_a_wait_where_it_betters_the_order(
+    number: int,
+    siblings: int,
+    gains: bool,  # noqa: FBT001 - a parameter of the test
+) -> None:
+    assert filled(families(number, siblings), 4).gains_by_more() is gains
+
+
 PROMPTS = st.lists(
     st.one_of(
         st.binary(max_size=6),
