@@ -10,7 +10,9 @@ The input is a text file with a prompt on each line, or, where its name ends in 
 The output has a JSON object for each line of input, in no order. It holds what the object of
 the input held, and over that ``completion``, ``finish_reason``, ``prompt_tokens``,
 ``cached_tokens``, ``completion_tokens`` and ``error``. A prompt without an answer stays in the
-output and does not fail the job: its ``error`` says why, which is null for all others.
+output and does not fail the job: its ``error`` says why, which is null for all others. With
+``--dynamo_name_engine`` the lines with an answer also hold ``engine``, the number that Dynamo gave
+the engine that wrote it.
 
 Arguments that ``--help`` does not list are options of the pipeline, such as ``--runner``.
 """
@@ -26,8 +28,10 @@ from typing import Any
 
 import apache_beam as beam
 from apache_beam.io.filesystems import FileSystems
+from apache_beam.metrics import MetricsFilter
 from apache_beam.ml.inference.base import KeyedModelHandler, PredictionResult, RunInference
 from apache_beam.options.pipeline_options import PipelineOptions
+from apache_beam.runners.runner import PipelineResult
 
 from apache_beam_vllm_dynamo import (
     ConfigurationError,
@@ -40,6 +44,8 @@ from apache_beam_vllm_dynamo import (
 
 Row = dict[str, Any]
 Handler = VLLMChatModelHandler | VLLMCompletionsModelHandler
+
+NAMESPACE = 'BeamML_vLLM_Dynamo'  # of the handlers' metrics
 
 # What the output has in every line, beside what the input had.
 NO_ANSWER: Row = {
@@ -56,6 +62,18 @@ PROMPTS = (
     'Name three primary colors.',
     'How many days are in a week?',
     'Write one sentence about the sea.',
+    'What do bees make?',
+    'Which planet is closest to the sun?',
+    'What is the boiling point of water in degrees Celsius?',
+    'Name an animal that lives in the desert.',
+    'What is the opposite of cold?',
+    'How many legs does a spider have?',
+    'Write one sentence about a winter morning.',
+    'Which language is spoken in Brazil?',
+    'What comes after Wednesday?',
+    'Name a fruit that is yellow.',
+    'What is seven times six?',
+    'Which instrument has eighty-eight keys?',
 )
 
 
@@ -63,7 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the pipeline that ``argv``, the arguments without the program's name, describes."""
     parser = make_parser()
     args, pipeline_args = parser.parse_known_args(argv)
-    inference_args = {'max_tokens': args.max_tokens}
+    inference_args: dict[str, Any] = {'max_tokens': args.max_tokens}
+    if args.dynamo_name_engine:
+        inference_args['extra_body'] = {'nvext': {'extra_fields': ['worker_id']}}
     try:  # whatever can be found wrong before machines are rented for the job
         handler = make_handler(args)
         handler.validate_inference_args(inference_args)
@@ -81,26 +101,34 @@ def main(argv: Sequence[str] | None = None) -> int:
             | 'SkipBlank' >> beam.Filter(str.strip)
             | 'Parse' >> beam.Map(parse, args.chat).with_exception_handling(exc_class=ValueError)
         )
-        answers = ask(rows, handler, inference_args) | 'Record' >> beam.Map(to_record)
+        answers = ask(rows, handler, inference_args, accelerator=args.accelerator)
+        answered = answers | 'Record' >> beam.Map(to_record)
         failures = unreadable | 'RecordUnreadable' >> beam.Map(to_unreadable_record)
         _ = (
-            (answers, failures)
+            (answered, failures)
             | beam.Flatten()
             | 'Encode' >> beam.Map(json.dumps)
             | 'Write' >> beam.io.WriteToText(args.output, file_name_suffix='.jsonl')
         )
+    if args.metrics_output is not None:
+        write_metrics(pipeline.result, args.metrics_output)
     return 0
 
 
 def ask(
-    rows: beam.PCollection[Row], handler: Handler, inference_args: dict[str, Any]
+    rows: beam.PCollection[Row],
+    handler: Handler,
+    inference_args: dict[str, Any],
+    *,
+    accelerator: str | None = None,
 ) -> beam.PCollection[tuple[Row, PredictionResult]]:
     """Put the prompt of each row to the model, and keep the row beside the answer."""
     chat = isinstance(handler, VLLMChatModelHandler)
+    inference = RunInference(KeyedModelHandler(handler), inference_args=inference_args)
+    if accelerator is not None:
+        inference = inference.with_resource_hints(accelerator=accelerator)
     answers: beam.PCollection[tuple[Row, PredictionResult]] = (
-        rows
-        | 'Prompt' >> beam.Map(lambda row: (row, to_element(row, chat)))
-        | 'Ask' >> RunInference(KeyedModelHandler(handler), inference_args=inference_args)
+        rows | 'Prompt' >> beam.Map(lambda row: (row, to_element(row, chat))) | 'Ask' >> inference
     )
     return answers
 
@@ -116,6 +144,7 @@ def make_handler(args: argparse.Namespace) -> Handler:
         'gpu-memory-utilization': args.vllm_gpu_memory_utilization,
     }
     flags = {flag: value for flag, value in flags.items() if value is not None}
+    flags |= args.vllm_server_kwargs or {}
     server: dict[str, Any] = {'vllm_server_kwargs': flags}
     if args.use_dynamo:
         server = {'use_dynamo': True, 'dynamo_runtime_config': make_config(args, flags)}
@@ -210,7 +239,7 @@ def to_record(answered: tuple[Row, PredictionResult]) -> Row:
         return row | NO_ANSWER | {'error': str(response)}
     choice, usage = response.choices[0], response.usage
     cached = usage.prompt_tokens_details.cached_tokens if usage.prompt_tokens_details else None
-    return row | {
+    record: Row = {
         'completion': choice.message.content if hasattr(choice, 'message') else choice.text,
         'finish_reason': choice.finish_reason,
         'prompt_tokens': usage.prompt_tokens,
@@ -218,12 +247,43 @@ def to_record(answered: tuple[Row, PredictionResult]) -> Row:
         'completion_tokens': usage.completion_tokens,
         'error': None,
     }
+    worker = (getattr(response, 'nvext', None) or {}).get('worker_id')
+    if worker:
+        record['engine'] = str(worker.get('decode_worker_id'))
+    return row | record
 
 
 def to_unreadable_record(failure: tuple[str, tuple[type, str, list[str]]]) -> Row:
     """A line of the input that holds no prompt, for the output."""
     line, (_, error, _) = failure
     return {'line': line} | NO_ANSWER | {'error': f'unreadable line: {error}'}
+
+
+def write_metrics(result: PipelineResult, path: str) -> None:
+    """Write what the handler counted, all steps together, as a JSON object.
+
+    A distribution is an object of its own, with its count, sum, min and max.
+    """
+    metrics = result.metrics().query(MetricsFilter().with_namespace(NAMESPACE))
+    found: Row = {}
+    for counter in metrics['counters']:
+        name = counter.key.metric.name
+        found[name] = found.get(name, 0) + (counter.committed or 0)
+    for distribution in metrics['distributions']:
+        value = distribution.committed
+        if value is not None:
+            fields = ('count', 'sum', 'min', 'max')
+            found[distribution.key.metric.name] = {f: getattr(value, f) for f in fields}
+    with FileSystems.create(path, 'application/json') as file:
+        file.write(json.dumps(found, indent=2, sort_keys=True).encode() + b'\n')
+
+
+def json_object(text: str) -> Row:
+    """A JSON object given as an argument."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'{text} is no JSON object')
+    return value
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -237,17 +297,23 @@ def make_parser() -> argparse.ArgumentParser:
     add('--model', required=True, help='a hub name, or a directory that the workers can read')
     add('--output', required=True, help='the files will be OUTPUT-00000-of-00001.jsonl and so on')
     add('--input', help='a text or .jsonl file or pattern; a few built-in prompts without it')
+    add('--accelerator', help='the GPUs of the step that asks, where the runner gives out GPUs')
+    add('--metrics_output', help='a JSON file for what was counted')
     add('--max_tokens', type=int, default=128, help='of each completion; default: %(default)s')
     add('--chat', action='store_true', help='send chat messages, not bare prompts')
     add('--chat_template', help="a template file to use over the model's own")
     add('--vllm_max_num_seqs', type=int, help='how many prompts an engine works on at once')
     add('--vllm_gpu_memory_utilization', type=float, help="an engine's share of its GPU's memory")
+    example = '{"dtype": "half"}'
+    add('--vllm_server_kwargs', type=json_object, help=f'further flags of the server: {example}')
     add('--use_dynamo', action='store_true', help="serve by NVIDIA Dynamo, not vLLM's own server")
     add('--dynamo_engines', type=int, help='engines on each worker; default: one for each GPU')
     add('--dynamo_gpu_devices', help='the GPUs to share out among the engines, such as 0,1')
     add('--dynamo_router_mode', choices=('kv', 'round-robin'), help='default: kv')
     events = ('zmq', 'approximate', 'disabled')
     add('--dynamo_kv_event_mode', choices=events, help='default: zmq with kv, else disabled')
+    names = {'action': 'store_true', 'default': None}
+    add('--dynamo_name_engine', **names, help='say in each line which engine wrote the answer')
     add('--engine_kind', choices=('gpu', 'cpu', 'simulated'), help='default: gpu')
     return parser
 

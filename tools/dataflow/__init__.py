@@ -1,0 +1,1 @@
+"""Tasks that run the example on Dataflow, and what their results must show."""
