@@ -34,7 +34,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """A plot, which only HTML shows."""
+    """A plot; HTML shows it, and Markdown names it."""
 
     name: str
     caption: str
@@ -67,8 +67,8 @@ pre { background: #f4f4f4; padding: .6rem 1rem; overflow-x: auto; }
 
 
 def to_markdown(blocks: Sequence[Block]) -> str:
-    """The page as Markdown, without its plots."""
-    return '\n\n'.join(filter(None, map(_markdown, blocks))) + '\n'
+    """The page as Markdown, which names the plots."""
+    return '\n\n'.join(map(_markdown, blocks)) + '\n'
 
 
 def to_html(blocks: Sequence[Block], plots: Mapping[str, str]) -> str:
@@ -97,8 +97,8 @@ def _markdown(block: Block) -> str:
             )
         case Code(text):
             return f'```\n{text}\n```'
-        case Plot():
-            return ''
+        case Plot(_, caption):
+            return f'- {caption}: in `report.html`'
 
 
 def _html(block: Block, plots: Mapping[str, str]) -> str:

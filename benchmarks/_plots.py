@@ -76,7 +76,7 @@ def latency(report: Report) -> Figure | None:
     figure, all_axes = _figures(report)
     for axes, cohort in zip(all_axes, report['cohorts'], strict=True):
         for arm, color in _colors(report).items():
-            label: str | None = arm
+            label: str | None = _label(arm, report)
             for run in cohort['arms'][arm]['runs']:
                 if run['latency_ms']:
                     seconds = [ms / 1000 for ms in run['latency_ms']]
@@ -105,7 +105,8 @@ def engine_shares(report: Report) -> Figure | None:
             shares = cohort['arms'][arm]['engine_shares']
             middles, width = _beside(place, len(shares))
             axes.bar(middles, shares, width, color=colors[arm])
-        axes.set_xticks(range(len(arms)), arms, rotation=30, ha='right')
+        labels = [_label(arm, report) for arm in arms]
+        axes.set_xticks(range(len(arms)), labels, rotation=30, ha='right')
         axes.grid(visible=False, axis='x')
     all_axes[0].set_ylabel('share of an engine in the prompts')
     return figure
@@ -166,7 +167,7 @@ def _finished(figure: Figure, axes: Axes, report: Report, *more: Artist) -> Figu
     """With the names of cohorts and arms."""
     axes.set_xticks(range(len(report['cohorts'])), [_title(c) for c in report['cohorts']])
     axes.grid(visible=False, axis='x')
-    arms = [Patch(color=color, label=arm) for arm, color in _colors(report).items()]
+    arms = [Patch(color=c, label=_label(arm, report)) for arm, c in _colors(report).items()]
     figure.legend(
         handles=[*arms, *more], loc='outside upper center', ncols=len(arms) + 1, frameon=False
     )
@@ -175,6 +176,10 @@ def _finished(figure: Figure, axes: Axes, report: Report, *more: Artist) -> Figu
 
 def _title(cohort: Report) -> str:
     return f'cohort {cohort["cohort"]}'
+
+
+def _label(arm: str, report: Report) -> str:
+    return f'{arm} (stand-in)' if arm in report['stand_ins'] else arm
 
 
 def _colors(report: Report) -> dict[str, str]:

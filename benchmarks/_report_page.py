@@ -43,7 +43,7 @@ def page(report: Report) -> list[Block]:
             Paragraph(cohort['verdict']['text']),
             Paragraph(_of_cohort(cohort, report)),
             _speeds(cohort, report),
-            _times(cohort),
+            _times(cohort, report),
         ]
     return [
         *blocks,
@@ -67,8 +67,10 @@ def page(report: Report) -> list[Block]:
 
 def _title(report: Report) -> str:
     engines = report['settings']['num_gpus']
-    kind = {'vllm': 'vLLM', 'cpu': 'vLLM on CPU cores', 'simulated': 'simulated'}[report['engine']]
-    return f'Does KV routing pay? {engines} engines ({kind}), {report["repeats"]} repeats'
+    kind = {'vllm': 'vLLM', 'cpu': 'CPU', 'simulated': 'simulated'}[report['engine']]
+    repeats = report['repeats']
+    times = 'once' if repeats == 1 else f'{repeats} times'
+    return f'Does KV routing pay? {engines} {kind} engines, each run made {times}'
 
 
 def _of_cohort(cohort: Report, report: Report) -> str:
@@ -109,15 +111,19 @@ def _speeds(cohort: Report, report: Report) -> Table:
     )  # fmt: skip
 
 
-def _times(cohort: Report) -> Table:
-    kinds = [(key, p) for key in ('latency_ms', 'ttft_ms') for p in ('p50', 'p90', 'p99')]
-    names = {'latency_ms': 'latency', 'ttft_ms': 'TTFT'}
+def _times(cohort: Report, report: Report) -> Table:
+    percentiles = ('p50', 'p90', 'p99')
+
+    def times(found: Report | None) -> list[str]:
+        return [_mean((found or {}).get(p), lambda ms: f'{ms:,.0f}') for p in percentiles]
+
     return Table(
-        ['arm', *(f'{names[key]} {p}, ms' for key, p in kinds), 'engines'],
+        ['arm', 'latency, ms: p50', 'p90', 'p99', 'TTFT, ms: p50', 'p90', 'p99', 'engines'],
         [
             [
-                name,
-                *(_mean((arm[key] or {}).get(p), lambda ms: f'{ms:,.0f}') for key, p in kinds),
+                _name(name, report),
+                *times(arm['latency_ms']),
+                *times(arm['ttft_ms']),
                 ' '.join(_percent(share) for share in arm['engine_shares'] or ()) or _NONE,
             ]
             for name, arm in cohort['arms'].items()
@@ -134,7 +140,7 @@ def _cost(report: Report) -> list[Block]:
         ]
     rows = [
         [
-            f'{cohort["cohort"]}: {name}',
+            f'{cohort["cohort"]}: {_name(name, report)}',
             _interval(arm['cost']['per_million_prompts']),
             _interval(arm['cost']['per_million_output_tokens']),
         ]

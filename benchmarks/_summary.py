@@ -23,7 +23,8 @@ _MILLION = 1_000_000
 NOT_ON_GPUS = {
     'simulated': (
         'Measured on simulated engines: scheduler, prefix cache, KV events and router are real, '
-        'the time that computing takes is a model. Nothing here was measured on GPUs.'
+        'the time that computing takes is a model, and what they answer is noise, so hardly any of '
+        'it parses. Nothing here was measured on GPUs.'
     ),
     'cpu': (
         'Measured on real vLLM engines on CPU cores with a small model. Nothing here was measured '
