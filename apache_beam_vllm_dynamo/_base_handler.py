@@ -198,11 +198,6 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """What becomes of an element without an answer."""
         return self._on_error
 
-    @property
-    def orders_by_prefix(self) -> bool:
-        """Whether requests that wait are sent so that equal prefixes follow each other."""
-        return self._order_by_prefix
-
     def request_builder(self, inference_args: dict[str, Any] | None) -> RequestBuilder:
         """What makes requests of elements."""
         return RequestBuilder(

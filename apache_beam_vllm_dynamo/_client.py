@@ -112,17 +112,25 @@ class InferenceClient:
                 raise batch.error
         return [outcome for outcome in batch.outcomes if outcome is not None]
 
-    def stream(self, max_pending: int, max_pending_bytes: float = math.inf) -> RequestStream[Any]:
+    def stream(
+        self,
+        max_pending: int,
+        max_pending_bytes: float = math.inf,
+        *,
+        max_pending_to_order: int | None = None,
+    ) -> RequestStream[Any]:
         """Opens a stream, for a caller whose requests come one by one.
 
         Args:
           max_pending: How many of its requests may be without an outcome; :meth:`put
             <RequestStream.put>` waits above that. Less than the window leaves it unfilled.
           max_pending_bytes: How large they may be together; one always may.
+          max_pending_to_order: How many it may be where the order of prefixes gains by it.
         """
         if max_pending < 1:
             raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
-        return RequestStream(self._dispatcher(), max_pending, max_pending_bytes, self._limits)
+        most = max(max_pending, max_pending_to_order or 0) if self._open_prefixes else max_pending
+        return RequestStream(self._dispatcher(), max_pending, most, max_pending_bytes, self._limits)
 
     def close(self) -> None:
         """Ends the client; callers that still wait raise :class:`RuntimeFailedError`.
@@ -193,6 +201,7 @@ class RequestStream(Generic[Token]):
         self,
         dispatcher: Dispatcher,
         max_pending: int,
+        max_pending_to_order: int,
         max_pending_bytes: float,
         limits: RequestLimits,
     ) -> None:
@@ -200,6 +209,7 @@ class RequestStream(Generic[Token]):
         self._dispatcher = dispatcher
         self._group = _StreamGroup()
         self._max_pending = max_pending
+        self._max_pending_to_order = max_pending_to_order
         self._max_pending_bytes = max_pending_bytes
         self._chunk = max(1, max_pending // _CHUNKS)
         self._sent = 0
@@ -273,10 +283,10 @@ class RequestStream(Generic[Token]):
 
     def _is_full(self, size: int) -> bool:
         pending = self._sent - self._group.finished
+        most = self._max_pending_to_order if self._dispatcher.wants_more else self._max_pending
         pending_bytes = self._sent_bytes - self._group.finished_bytes
-        return pending >= self._max_pending or (
-            pending > 0 and pending_bytes + size > self._max_pending_bytes
-        )
+        too_large = pending_bytes + size > self._max_pending_bytes
+        return pending >= most or (pending > 0 and too_large)
 
     def _await(self, finished: int) -> None:
         """Waits until so many requests have finished, but not longer than a moment."""

@@ -41,6 +41,8 @@ _WARN_EVERY_S = 60.0
 # no more came for a moment, more would not better the order, or for so long.
 GATHER_S = 1.0
 GATHER_PAUSE_S = 0.05
+# To look at all that wait takes some ten milliseconds where they are many and long.
+LOOK_EVERY_S = 0.25
 # A request without a prefix worth the wait: some hundred tokens of text.
 GATHER_FROM_BYTES = 1024
 # To tell the callers takes a turn of the loop.
@@ -133,6 +135,9 @@ class Dispatcher:
         self._queue = queue
         self._gathers = gathers
         self._gathering_until: float | None = None
+        self._looked_at = 0.0
+        #: Whether the order would be better for more requests to choose from.
+        self.wants_more = gathers
         self._last_came_at = 0.0
         self._again: collections.deque[Job] = collections.deque()
         self._suspects: collections.deque[Job] = collections.deque()
@@ -215,6 +220,7 @@ class Dispatcher:
                 job.group.jobs.add(job)
                 self._gather(job)
                 self._queue.add(job)
+        self._look()
         self._fill()
 
     def _gather(self, job: Job) -> None:
@@ -226,13 +232,21 @@ class Dispatcher:
             self._gathering_until = now + GATHER_S
             self._loop.call_later(GATHER_PAUSE_S, self._look_at_gathered, self._gathering_until)
 
+    def _look(self) -> None:
+        """Looks now and then whether more requests are worth reading ahead."""
+        assert self._loop is not None
+        if self._gathers and self._loop.time() - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = self._loop.time()
+            self.wants_more = self._queue.gains_by_more()
+
     def _look_at_gathered(self, until: float) -> None:
         if self._gathering_until != until:
             return
         assert self._loop is not None
         now = self._loop.time()
+        self.wants_more = self._queue.gains_by_more()
         over = now >= until or now - self._last_came_at >= GATHER_PAUSE_S
-        if over or not self._queue.gains_by_more():
+        if over or not self.wants_more:
             self._end_gathering()
         else:
             self._loop.call_later(GATHER_PAUSE_S, self._look_at_gathered, until)

@@ -216,10 +216,9 @@ class _InferenceDoFn(beam.DoFn):
         self._failures = []
         assert self._model is not None
         self._client = client = self._handler.client_for(self._model)
-        pending = PENDING_WINDOWS * client.window
-        if self._handler.orders_by_prefix:
-            pending = max(pending, PENDING_TO_ORDER)
-        self._stream = client.stream(pending, PENDING_BYTES)
+        self._stream = client.stream(
+            PENDING_WINDOWS * client.window, PENDING_BYTES, max_pending_to_order=PENDING_TO_ORDER
+        )
 
     def process(
         self, element: Any, value: Any = beam.DoFn.WindowedValueParam

@@ -100,11 +100,18 @@ def _serving(config: DynamoRuntimeConfig) -> Iterator[str]:
 def _elements(arm: Arm, load: Load) -> beam.PTransform[Any, Any]:
     """What comes before the inference."""
     if arm == 'transform':
-        return PrefixBatchElements()
+        return PrefixBatchElements() if load.in_batches else _Met()
     if arm == 'beam_rr':
         return _Lists()
     # Otherwise one worker would read, and ask about, everything.
     return beam.Reshuffle() if load.workers > 1 else beam.Map(_same)
+
+
+class _Met(beam.PTransform[Any, Any]):
+    """Brings prompts that begin alike together, and gives them one by one."""
+
+    def expand(self, prompts: Any) -> Any:
+        return prompts | PrefixBatchElements() | beam.FlatMap()
 
 
 class _Lists(beam.PTransform[Any, Any]):
@@ -130,9 +137,11 @@ def _inference(arm: Arm, load: Load, served: Served) -> beam.PTransform[Any, Any
         order_by_prefix=arm in ('ordered', 'transform'),
         on_error='return',
     )
-    if arm == 'transform':
-        return RunInference(ours.with_no_batching(), inference_args=arguments)
-    return LLMInference(ours, arguments)
+    if not load.in_batches:
+        return LLMInference(ours, arguments)
+    return RunInference(
+        ours.with_no_batching() if arm == 'transform' else ours, inference_args=arguments
+    )
 
 
 # The pipeline.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import array
 import dataclasses
 import random
+from typing import TypeAlias
 
 # Ids that every tokenizer of the small models knows, away from those with a meaning of their own.
 _TOKEN_IDS = range(1_000, 40_000)
 BLOCK_TOKENS = 16
 
 # Beam writes and reads an array at once, and a list id by id, which would be measured with it.
-Prompt = array.array[int]
+Prompt: TypeAlias = 'array.array[int]'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Load:
       cache_blocks: How many blocks of 16 tokens the KV cache of each engine holds.
       in_flight: How many requests are under way at once.
       workers: How many Beam workers share the work, each with engines of its own.
+      in_batches: Whether ``RunInference`` asks, batch by batch, not ``LLMInference``.
     """
 
     prefixes: int
@@ -37,6 +39,7 @@ class Load:
     cache_blocks: int
     in_flight: int
     workers: int = 1
+    in_batches: bool = False
 
     @property
     def requests(self) -> int:
@@ -85,6 +88,9 @@ LOADS = {
     'E': Load(32, 32, 1_024, 64, 32, 1_024, 64),
     # All engines together hold a quarter of the prefixes.
     'F': Load(64, 16, 2_048, 30, 16, 512, 128),
-    # What arrives at a worker has half of its siblings elsewhere.
-    'G': Load(128, 8, 3_072, 64, 8, 2_048, 64, workers=2),
+    # What arrives at a worker has half of its siblings elsewhere, and most of the rest in
+    # other batches.
+    'G': Load(128, 8, 3_072, 64, 8, 2_048, 64, workers=2, in_batches=True),
+    # The same where a worker puts all that it gets in order: the shuffle alone.
+    'H': Load(128, 8, 3_072, 64, 8, 2_048, 64, workers=2),
 }
