@@ -23,21 +23,30 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from apache_beam_vllm_dynamo import (
     DynamoRuntimeConfig,
+    DynamoVLLMEngineSpec,
     InferenceError,
     LLMInference,
     PrefixBatchElements,
     _clients,
 )
+from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
+from apache_beam_vllm_dynamo.config import RouterMode
 from benchmarks._prefix_loads import BLOCK_TOKENS, Load, Prompt
 from benchmarks._served import BeamsOnServed, OursOnServed, Served
-from tools.small_model import TOKENIZER_DIRECTORY
+from tools.small_model import FULL_DIRECTORY, TOKENIZER_DIRECTORY
 
 Arm = Literal['rr_shuffled', 'kv', 'ordered', 'transform', 'beam_rr']
 ARMS: tuple[Arm, ...] = get_args(Arm)
 
-ENGINES = 4  # of all workers together
-MODEL = str(TOKENIZER_DIRECTORY)
+# Of real engines on CPU cores: bfloat16 is wrong in vLLM's CPU build.
+_CPU_FLAGS: dict[str, ServerArgument] = {
+    'dtype': 'float32',
+    'enforce-eager': True,
+    'max-model-len': 2048,
+    'max-num-seqs': 16,
+}
+_CPU_ENV = {'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +69,11 @@ class Measured:
 
 def measure(arm: Arm, load: Load, prompts: Sequence[Prompt]) -> Measured:
     """Runs an arm over prompts, on engines that have seen none."""
-    per_worker = ENGINES // load.workers
+    per_worker = load.engines // load.workers
     with contextlib.ExitStack() as stack:
         directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = [
-            stack.enter_context(_serving(_config(arm, load, per_worker)))
+            stack.enter_context(_serving(_model(load), _config(arm, load, per_worker)))
             for _ in range(load.workers)
         ]
         served = Served(
@@ -72,24 +81,34 @@ def measure(arm: Arm, load: Load, prompts: Sequence[Prompt]) -> Measured:
         )
         _run(_elements(arm, load), _inference(arm, load, served), prompts, load, directory)
         _clients.close_all()
-        return _measured(directory, len(prompts))
+        return _measured(directory, load)
 
 
 def _config(arm: Arm, load: Load, engines: int) -> DynamoRuntimeConfig:
+    router_mode: RouterMode = 'round-robin' if arm in ('rr_shuffled', 'beam_rr') else 'kv'
+    if load.engine_kind == 'cpu':
+        spec = DynamoVLLMEngineSpec(vllm_server_kwargs=_CPU_FLAGS, env=_CPU_ENV)
+        return DynamoRuntimeConfig(
+            (spec,) * engines, engine_kind='cpu', router_mode=router_mode, start_timeout_secs=300
+        )
     return DynamoRuntimeConfig.for_devices(
         num_engines=engines,
         engine_kind='simulated',
-        router_mode='round-robin' if arm in ('rr_shuffled', 'beam_rr') else 'kv',
+        router_mode=router_mode,
         vllm_server_kwargs={
             'num-gpu-blocks-override': load.cache_blocks,
-            'block-size': BLOCK_TOKENS,
+            'block-size': BLOCK_TOKENS['simulated'],
         },
     )
 
 
+def _model(load: Load) -> str:
+    return str(TOKENIZER_DIRECTORY if load.engine_kind == 'simulated' else FULL_DIRECTORY)
+
+
 @contextlib.contextmanager
-def _serving(config: DynamoRuntimeConfig) -> Iterator[str]:
-    runtime = _DynamoLocalRuntime(MODEL, config)
+def _serving(model: str, config: DynamoRuntimeConfig) -> Iterator[str]:
+    runtime = _DynamoLocalRuntime(model, config)
     runtime.start()
     try:
         yield runtime.endpoint()
@@ -128,10 +147,10 @@ def _inference(arm: Arm, load: Load, served: Served) -> beam.PTransform[Any, Any
     }
     if arm == 'beam_rr':
         # Its default batches grow from 1; this one fills what may be in flight at once.
-        handler = BeamsOnServed(MODEL, served, load.in_flight)
+        handler = BeamsOnServed(_model(load), served, load.in_flight)
         return RunInference(handler, inference_args=arguments)
     ours = OursOnServed(
-        MODEL,
+        _model(load),
         served,
         max_in_flight=load.in_flight,
         order_by_prefix=arm in ('ordered', 'transform'),
@@ -213,7 +232,7 @@ def _same(element: object) -> object:
     return element
 
 
-def _measured(directory: pathlib.Path, records: int) -> Measured:
+def _measured(directory: pathlib.Path, load: Load) -> Measured:
     first = min(row['at'] for row in _rows(directory, 'records'))
     answers = [row for row in _rows(directory, 'answers') if 'error' not in row]
     seconds = max(row['at'] for row in answers) - first
@@ -223,10 +242,10 @@ def _measured(directory: pathlib.Path, records: int) -> Measured:
     return Measured(
         records_per_s=len(answers) / seconds,
         cached_share=cached / tokens,
-        failed=records - len(answers),
+        failed=load.requests - len(answers),
         engine_share_max_over_min=(
             max(engines.values()) / min(engines.values())
-            if len(engines) == ENGINES
+            if len(engines) == load.engines
             else float('inf')  # an engine had nothing to do
         ),
     )

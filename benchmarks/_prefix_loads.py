@@ -7,9 +7,11 @@ import dataclasses
 import random
 from typing import TypeAlias
 
+from apache_beam_vllm_dynamo.config import EngineKind
+
 # Ids that every tokenizer of the small models knows, away from those with a meaning of their own.
 _TOKEN_IDS = range(1_000, 40_000)
-BLOCK_TOKENS = 16
+BLOCK_TOKENS = {'simulated': 16, 'cpu': 128, 'gpu': 16}
 
 # Beam writes and reads an array at once, and a list id by id, which would be measured with it.
 Prompt: TypeAlias = 'array.array[int]'
@@ -28,6 +30,8 @@ class Load:
       cache_blocks: How many blocks of 16 tokens the KV cache of each engine holds.
       in_flight: How many requests are under way at once.
       workers: How many Beam workers share the work, each with engines of its own.
+      engines: How many engines there are, all workers together.
+      engine_kind: What they are; those on CPU cores are real ones, with a cache of 1 GiB each.
       in_batches: Whether ``RunInference`` asks, batch by batch, not ``LLMInference``.
     """
 
@@ -39,6 +43,8 @@ class Load:
     cache_blocks: int
     in_flight: int
     workers: int = 1
+    engines: int = 4
+    engine_kind: EngineKind = 'simulated'
     in_batches: bool = False
 
     @property
@@ -50,7 +56,8 @@ class Load:
     def ceiling(self) -> float:
         """The share of prompt tokens that is cached if each prefix is computed once."""
         # Blocks are shared whole; the last one of a prefix may hold tokens of a suffix.
-        shared = self.prefix_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        block = BLOCK_TOKENS[self.engine_kind]
+        shared = self.prefix_tokens // block * block
         prompt = self.prefix_tokens + self.suffix_tokens
         return (self.siblings - 1) / self.siblings * shared / prompt
 
@@ -93,4 +100,6 @@ LOADS = {
     'G': Load(128, 8, 3_072, 64, 8, 2_048, 64, workers=2, in_batches=True),
     # The same where a worker puts all that it gets in order: the shuffle alone.
     'H': Load(128, 8, 3_072, 64, 8, 2_048, 64, workers=2),
+    # Real engines: vLLM on two CPU cores.
+    'real': Load(24, 6, 1_408, 32, 4, 0, 16, engines=2, engine_kind='cpu'),
 }

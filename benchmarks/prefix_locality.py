@@ -39,6 +39,8 @@ TARGETS: tuple[tuple[str, Arm, Arm, float], ...] = (
     ('E', 'ordered', 'rr_shuffled', 1.12),
     ('F', 'ordered', 'rr_shuffled', 5.0),
     ('G', 'transform', 'ordered', 1.8),
+    ('real', 'kv', 'rr_shuffled', 1.3),
+    ('real', 'ordered', 'rr_shuffled', 1.9),
 )
 # load, arm, at least so much of the ceiling
 CACHED_TARGETS: tuple[tuple[str, Arm, float], ...] = (
@@ -128,7 +130,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument('--json', type=pathlib.Path, help='write the report there')
     parser.add_argument('--quick', action='store_true', help='half of the requests')
     parser.add_argument('--repeats', type=int, help='default 3; 1 with --quick')
-    parser.add_argument('--loads', default=','.join(LOADS), help='such as A,C; default all')
+    simulated = [name for name, load in LOADS.items() if load.engine_kind == 'simulated']
+    parser.add_argument(
+        '--loads',
+        default=','.join(simulated),
+        help='such as A,C; default all on simulated engines. `real` is on vLLM on two CPU cores',
+    )
     parser.add_argument('--arms', default=','.join(ARMS), help='default all')
     options = parser.parse_args(arguments)
     if options.repeats is None:
