@@ -10,6 +10,7 @@ import os
 import re
 import threading
 import weakref
+from typing import Protocol
 
 LINE_CHARS = 4000  # a line is cut here: the longest useful ones are printed configurations
 
@@ -44,9 +45,16 @@ class LineAssembler:
         return [*lines, rest] if rest else lines
 
 
+class Closable(Protocol):
+    """What holds a descriptor."""
+
+    def close(self) -> None:
+        """Closes it; closing twice is no error."""
+
+
 # Descriptors that a fork of the owner must not keep: with a copy of the control pipe's write end
 # it would hold the lifeline, with a copy of the status pipe's the reader would wait for it.
-_files: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+_files: weakref.WeakSet[Closable] = weakref.WeakSet()
 _fork_lock = threading.RLock()  # re-entrant: garbage collection may run anything on any thread
 
 
@@ -62,7 +70,7 @@ def pipe(reader: contextlib.ExitStack, writer: contextlib.ExitStack) -> tuple[io
     return ends
 
 
-def keep_from_forks(file: io.FileIO) -> None:
+def keep_from_forks(file: Closable) -> None:
     """Has a fork of this process close its copy of ``file``, for a lock on it is not its own."""
     _guard_forks()
     with _fork_lock:

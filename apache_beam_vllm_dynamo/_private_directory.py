@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Self
 
 from apache_beam_vllm_dynamo._addresses import LONGEST_SOCKET_PATH_BYTES
+from apache_beam_vllm_dynamo._child_io import keep_from_forks
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -37,8 +38,7 @@ class PrivateDirectory:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._lock = _SharedLock(path)
 
     @classmethod
     def make(cls) -> Self:
@@ -53,9 +53,21 @@ class PrivateDirectory:
     def remove(self) -> None:
         """Removes it with all that is in it; removing it twice is no error."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._lock.close()
+
+
+class _SharedLock:
+    """A shared lock on a directory, which a fork of this process does not keep."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        keep_from_forks(self)
+        fcntl.flock(self._descriptor, fcntl.LOCK_SH)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 def remove_stale(base: Path) -> None:

@@ -322,7 +322,7 @@ def test_what_a_dead_run_left_is_seen_and_left_alone(tmp_path: Path) -> None:
     old = time.time() - STALE_AFTER_S - 1
     os.utime(abandoned, (old, old))
     assert abandoned not in look_up_leftovers().directories
-    os.close(directory._lock or 0)
+    directory._lock.close()
     token = '999999.1.cafe'  # of a process that cannot exist
     with subprocess.Popen(
         [sys.executable, '-S', '-c', 'input()'],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -40,6 +41,31 @@ def test_it_is_removed_by_its_owner_and_may_be_removed_again() -> None:
     directory.remove()
     directory.remove()
     assert not directory.path.exists()
+
+
+def test_a_fork_of_its_owner_does_not_keep_it() -> None:
+    directory = PrivateDirectory.make()
+    fork = os.fork()
+    if not fork:
+        signal.pause()
+        os._exit(0)
+    other = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        directory._lock.close()  # as when the owner is killed
+        wait_until('the lock is free', lambda: is_free(other))
+    finally:
+        os.close(other)
+        os.kill(fork, signal.SIGKILL)
+        os.waitpid(fork, 0)
+        directory.remove()
+
+
+def is_free(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def test_it_goes_with_the_children_of_a_killed_owner() -> None:
