@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from benchmarks.prefix_reuse_dataset import Parameters
 
 ROOT = Path(__file__).resolve().parent.parent
 _LOG_LINES = 20  # of a run that failed
-_STOP_S = 30.0  # for a run that is given up to end its servers
+_STOP_S = 30.0  # for a run that is given up to end
 _TOGETHER = 64  # prompts whose tokens are in memory at a time
 
 
@@ -159,7 +158,7 @@ def run_arm(run: Run, conditions: Conditions) -> RunFigures:
             status = process.wait(conditions.timeout_s)
         except subprocess.TimeoutExpired:
             raise RunFailedError(
-                f'{run.name} took more than {conditions.timeout_s:.0f} s; raise '
+                f'{run.name} took more than {conditions.timeout_s:g} s; raise '
                 f'--run_timeout_secs, or look what it waits for.{_tail(log)}'
             ) from None
         finally:
@@ -214,8 +213,7 @@ def file_name(name: str) -> str:
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
-        # As on a terminal, so that it ends its servers itself.
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # what it started ends with it
         try:
             process.wait(_STOP_S)
         except subprocess.TimeoutExpired:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -77,7 +78,12 @@ def token_counter(model: str | None, revision: str | None = None) -> TokenCounte
     path = _tokenizer_file(model, revision) if model else None
     if path is None or model is None:
         return EstimatedTokens()
-    return ModelTokens(Tokenizer.from_file(str(path)), model)
+    return ModelTokens(_load(path), model)
+
+
+@functools.lru_cache(maxsize=1)
+def _load(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
 
 
 def _tokenizer_file(model: str, revision: str | None) -> Path | None:

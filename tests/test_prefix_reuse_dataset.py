@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import prefix_reuse_dataset
+from benchmarks import _document_text, prefix_reuse_dataset
 from benchmarks._reuse_ceiling import ReuseCounter
 from benchmarks._token_counts import EstimatedTokens, token_counter
 from benchmarks.prefix_reuse_dataset import Parameters, manifest_path, rows, write
@@ -205,7 +205,7 @@ def test_a_run_that_is_interrupted_leaves_the_earlier_file_whole(
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(prefix_reuse_dataset._document_text, 'suffix', interrupted)
+    monkeypatch.setattr(_document_text, 'suffix', interrupted)
     with pytest.raises(KeyboardInterrupt):
         write(Parameters(3, 0, 4, SHORT, seed=1), path)
     assert path.read_bytes() == before
