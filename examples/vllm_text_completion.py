@@ -125,10 +125,11 @@ def ask(
     """Put the prompt of each row to the model, and keep the row beside the answer."""
     chat = isinstance(handler, VLLMChatModelHandler)
     inference = RunInference(KeyedModelHandler(handler), inference_args=inference_args)
-    if accelerator is not None:
-        inference = inference.with_resource_hints(accelerator=accelerator)
+    hints = {'accelerator': accelerator} if accelerator is not None else {}
     answers: beam.PCollection[tuple[Row, PredictionResult]] = (
-        rows | 'Prompt' >> beam.Map(lambda row: (row, to_element(row, chat))) | 'Ask' >> inference
+        rows
+        | 'Prompt' >> beam.Map(lambda row: (row, to_element(row, chat)))
+        | 'Ask' >> inference.with_resource_hints(**hints)
     )
     return answers
 
@@ -312,8 +313,8 @@ def make_parser() -> argparse.ArgumentParser:
     add('--dynamo_router_mode', choices=('kv', 'round-robin'), help='default: kv')
     events = ('zmq', 'approximate', 'disabled')
     add('--dynamo_kv_event_mode', choices=events, help='default: zmq with kv, else disabled')
-    names = {'action': 'store_true', 'default': None}
-    add('--dynamo_name_engine', **names, help='say in each line which engine wrote the answer')
+    name_engine = 'say in each line which engine wrote the answer'
+    add('--dynamo_name_engine', action='store_const', const=True, help=name_engine)
     add('--engine_kind', choices=('gpu', 'cpu', 'simulated'), help='default: gpu')
     return parser
 

@@ -185,6 +185,13 @@ def test_a_task_without_its_cloud_says_what_is_missing() -> None:
     assert '--sdk_container_image' in done.stderr
 
 
+def test_a_directory_that_is_in_no_bucket_is_refused_at_once() -> None:
+    """Beam would make a bucket in its place, or wait minutes for one."""
+    done = run('vllmDynamoKvTests', *CLOUD, '--temp_location', 'gs://bucket')
+    assert done.returncode == 2
+    assert "--temp_location is 'gs://bucket'" in done.stderr
+
+
 @pytest.fixture
 def tree() -> Iterator[ProcessTree]:
     with ProcessTree() as processes:

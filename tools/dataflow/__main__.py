@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,10 +35,19 @@ from tools.dataflow.tasks import (
 )
 from tools.dataflow.verify import engine_shares, find_problems
 
+GCS_DIRECTORY = re.compile(r'gs://[a-z0-9][-_.a-z0-9]+[a-z0-9]/.+')
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the task that ``argv``, the arguments without the program's name, names."""
-    args, options = make_parser().parse_known_args(argv)
+    parser = make_parser()
+    args, options = parser.parse_known_args(argv)
+    if '--runner' not in options and not GCS_DIRECTORY.fullmatch(args.temp_location):
+        # Beam would make a bucket in its place.
+        parser.error(
+            f'--temp_location is {args.temp_location!r}; it must be a directory in a bucket, such '
+            'as gs://BUCKET/temp'
+        )
     task = TASKS[args.task]
     job = Job(
         name=args.job_name or f'{task.name.lower()}-{time.strftime("%Y%m%d-%H%M%S")}',

@@ -47,7 +47,14 @@ class _FileClient(apiclient.DataflowApplicationClient):
         super().__init__(options, root_staging_location)
         cloud.no_auth = False
 
-    def stage_file(self, _to: str, file_name: str, stream: BinaryIO, *_: Any, **__: Any) -> None:
+    def stage_file(
+        self,
+        gcs_or_local_path: str,  # noqa: ARG002 - where it would be uploaded to
+        file_name: str,
+        stream: BinaryIO,
+        mime_type: str = '',  # noqa: ARG002 - of no use for a file
+        total_size: int | None = None,  # noqa: ARG002 - of no use for a file
+    ) -> None:
         """Writes what would be uploaded."""
         (self._directory / file_name).write_bytes(stream.read())
 

@@ -130,6 +130,7 @@ def command(task: Task, job: Job, *more: str) -> tuple[str, ...]:
 
 
 def _arguments(task: Task, job: Job) -> tuple[str, ...]:
+    gpus: tuple[str, ...]
     if job.right_fitting:
         # The two exclude each other.
         gpus = ('--accelerator', task.accelerator(machine_type=True))
