@@ -30,6 +30,9 @@ TCP_CONNECT_TIMEOUT_SECS = 2  # on loopback, where a connection takes microsecon
 # While an engine loads its model it logs each health probe as a failure; minutes of them would
 # push what matters out of the end of its log.
 ENGINE_LOG_FILTER = 'info,tower_http=off'
+# Until the engines are there the frontend logs each probe as an error too; and at its default level
+# a line for every request.
+FRONTEND_LOG_FILTER = 'warn,dynamo_llm::http::service::service_v2=off'
 
 # Requests that the frontend has under way on one connection to an engine before it uses another.
 # An engine acknowledges each by four bytes on a socket with Nagle's algorithm on: the second of
@@ -41,6 +44,10 @@ TCP_REQUESTS_PER_CONNECTION = 1
 # An acknowledgement takes a fraction of a millisecond, so these few carry thousands of requests
 # a second.
 TCP_CONNECTIONS = 8
+
+# What a KV block that waits to be computed counts in the KV router, beside 1 for one that is held:
+# computing it takes longer than any other block costs, and is what an engine with a prefix saves.
+PREFILL_LOAD_SCALE = 2
 
 # How long an engine may be silent with a request under way before the request moves to another.
 # A hung engine is found by its health and killed much sooner, which moves its requests too; this
@@ -167,8 +174,7 @@ def frontend_command(stack: Stack) -> Command:
     )  # fmt: skip
     env = _dynamo_environment(stack)
     env.setdefault('DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS', str(STREAM_TIMEOUT_SECS))
-    # At its default level the frontend writes a line for every request.
-    env.setdefault('DYN_LOG', 'warn')
+    env.setdefault('DYN_LOG', FRONTEND_LOG_FILTER)
     return Command(argv, env)
 
 
@@ -270,6 +276,8 @@ def _router_arguments(config: DynamoRuntimeConfig) -> dict[str, ServerArgument]:
     else:
         arguments = {'router-kv-events': False}
     known = config.kv_event_mode != 'disabled'
+    if known:
+        arguments['router-prefill-load-scale'] = PREFILL_LOAD_SCALE
     arguments['router-kv-overlap-score-credit'] = config.router_overlap_weight if known else 0
     if config.router_temperature:
         arguments['router-temperature'] = config.router_temperature

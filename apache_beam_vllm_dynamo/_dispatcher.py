@@ -40,7 +40,7 @@ _WARN_EVERY_S = 60.0
 # as they come, the first windowful would open every prefix at once. So they are gathered: until
 # no more came for a moment, more would not better the order, or for so long.
 GATHER_S = 1.0
-GATHER_PAUSE_S = 0.05
+GATHER_PAUSE_S = 0.1
 # To look at all that wait takes some ten milliseconds where they are many and long.
 LOOK_EVERY_S = 0.25
 # A request without a prefix worth the wait: some hundred tokens of text.

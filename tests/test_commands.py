@@ -123,7 +123,10 @@ DYNAMO = {
     'TMPDIR': '/tmp/beam-x',
 }  # fmt: skip
 OWN_ETCD = {'ETCD_ENDPOINTS': 'http://127.0.0.1:20001', 'ETCD_LEASE_TTL': '5'}
-FRONTEND = {'DYN_LOG': 'warn', 'DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS': '300'}
+FRONTEND = {
+    'DYN_LOG': 'warn,dynamo_llm::http::service::service_v2=off',
+    'DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS': '300',
+}
 HASH_SEED = {'PYTHONHASHSEED': '0'}
 
 
@@ -171,7 +174,7 @@ MODES: dict[str, tuple[DynamoRuntimeConfig, tuple[str, ...]]] = {
         two('kv', 'zmq'),
         (
             '--router-mode', 'kv', '--router-predicted-ttl-secs', '60.0',
-            '--router-kv-overlap-score-credit', '2.0',
+            '--router-prefill-load-scale', '2', '--router-kv-overlap-score-credit', '2.0',
         ),
     ),
     'kv, prediction alone': (
@@ -181,7 +184,8 @@ MODES: dict[str, tuple[DynamoRuntimeConfig, tuple[str, ...]]] = {
         ),
         (
             '--router-mode', 'kv', '--no-router-kv-events', '--router-ttl-secs', '5',
-            '--router-kv-overlap-score-credit', '1', '--router-temperature', '0.5',
+            '--router-prefill-load-scale', '2', '--router-kv-overlap-score-credit', '1',
+            '--router-temperature', '0.5',
         ),
     ),
     'kv, load alone': (
