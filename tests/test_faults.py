@@ -16,17 +16,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import apache_beam as beam
 import pytest
 from apache_beam.utils.multi_process_shared import MultiProcessShared
 
-from apache_beam_vllm_dynamo import RuntimeFailedError, VLLMCompletionsModelHandler, _probes, _retry
+from apache_beam_vllm_dynamo import (
+    LLMInference,
+    RuntimeFailedError,
+    VLLMCompletionsModelHandler,
+    _probes,
+    _retry,
+)
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._marker import MARKER
 from apache_beam_vllm_dynamo._private_directory import PREFIX
 from apache_beam_vllm_dynamo._routing import listening_ports
 from benchmarks._fault_injection import config_fields, not_whole
+from tests.support.pipelines import IN_PROCESS, our_metrics
 from tests.support.processes import ROOT, runs, wait_until
-from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
+from tests.support.stacks import MODEL, metric, simulated
+
+pytestmark = pytest.mark.usefixtures('nothing_left')
 
 ENGINES = 4
 # 40 tokens take 0.8 s at the pace of a GPU, so that there is always something in flight.
@@ -45,12 +55,6 @@ model = handler.load_model()
 print('serves', flush=True)
 handler.run_inference(['x'] * 4000, model, {'max_tokens': 40})
 """
-
-
-@pytest.fixture(autouse=True)
-def _clean() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
 
 
 def handler_of(
@@ -344,3 +348,36 @@ def test_the_state_of_each_process_is_read_through_a_proxy() -> None:
     finally:
         model.close()
         shared.release(model)
+
+
+class _Watched(VLLMCompletionsModelHandler):
+    """Its engine dies when some of its answers are there."""
+
+    def load_model(self) -> Any:
+        model = super().load_model()
+        threading.Thread(target=_kill_under_way, args=(model,), daemon=True).start()
+        return model
+
+
+def _kill_under_way(model: Any) -> None:
+    inflight = 'dynamo_frontend_inflight_requests'
+    wait_until('requests are under way', lambda: metric(model.endpoint(), inflight) > 40)
+    os.kill(pid_of(model, 'engine 1 of 4'), signal.SIGKILL)
+
+
+def test_a_job_counts_the_requests_that_moved_to_another_engine() -> None:
+    handler = _Watched(
+        MODEL,
+        use_dynamo=True,
+        dynamo_runtime_config=simulated(ENGINES, simulation_kwargs={}),
+        on_error='return',
+    )
+    pipeline = beam.Pipeline(options=IN_PROCESS)
+    _ = pipeline | beam.Create(BATCH) | LLMInference(handler, {'max_tokens': 150})
+    result = pipeline.run()
+    result.wait_until_finish()
+    metrics = our_metrics(result)
+    assert metrics['num_inferences'] == len(BATCH)
+    assert metrics['completion_tokens'] == 150 * len(BATCH)
+    assert metrics['migrated_requests'] > 0
+    assert not [name for name in metrics if name.startswith('failed')]
