@@ -193,6 +193,7 @@ def native_server_command(
     port: int,
     python: str,
     base_env: Mapping[str, str],
+    directory: Path,
     chat_template: Path | None = None,
 ) -> Command:
     """vLLM's own OpenAI-compatible server, without Dynamo, on loopback."""
@@ -206,7 +207,8 @@ def native_server_command(
     argv = (
         python, '-m', 'vllm.entrypoints.openai.api_server', *render(_merged(ours, arguments))
     )  # fmt: skip
-    return Command(argv, _without(base_env, names=_NOT_INHERITED))
+    env = _without(base_env, names=_NOT_INHERITED)
+    return Command(argv, env | _temporary_directory(directory))
 
 
 def _vllm_argv(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) -> tuple[str, ...]:
@@ -306,11 +308,7 @@ def _dynamo_environment(stack: Stack) -> dict[str, str]:
         'DYN_ZMQ_BROKER_URL': f'xsub={addresses.broker_in} , xpub={addresses.broker_out}',
         'PYTHONUNBUFFERED': '1',
     }
-    directory = os.fspath(addresses.directory)
-    if len(os.fsencode(directory)) <= LONGEST_TEMPORARY_DIRECTORY_BYTES:
-        # Each Dynamo process leaves a file behind, and a killed vLLM its sockets; so they go
-        # when the directory goes.
-        env['TMPDIR'] = directory
+    env |= _temporary_directory(addresses.directory)
     if stack.config.uses_kv_router:
         env['PYTHONHASHSEED'] = HASH_SEED
     if stack.config.discovery == 'file':
@@ -318,6 +316,14 @@ def _dynamo_environment(stack: Stack) -> dict[str, str]:
     else:
         env['ETCD_ENDPOINTS'] = stack.external_etcd or addresses.etcd_endpoint
     return env
+
+
+def _temporary_directory(directory: Path) -> dict[str, str]:
+    # Each Dynamo process leaves a file behind, and a killed vLLM its sockets; so they go when
+    # the directory goes.
+    if len(os.fsencode(directory)) > LONGEST_TEMPORARY_DIRECTORY_BYTES:
+        return {}
+    return {'TMPDIR': os.fspath(directory)}
 
 
 def _engine_environment(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) -> dict[str, str]:

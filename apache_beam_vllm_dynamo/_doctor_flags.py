@@ -94,7 +94,7 @@ def needed_flags(subject: Subject) -> dict[str, Needed]:
     if subject.config is None:
         argv = _commands.native_server_command(
             'model', subject.native_kwargs, port=1, python='', base_env={},
-            chat_template=_template(subject),
+            directory=Path('/'), chat_template=_template(subject),
         ).argv  # fmt: skip
         needed[NATIVE_SERVER] = _needed(argv, [subject.native_kwargs])
         return needed

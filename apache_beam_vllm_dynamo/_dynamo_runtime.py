@@ -29,7 +29,7 @@ from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._readiness import await_engines, await_probe
 from apache_beam_vllm_dynamo._routing import RoutingWatch
-from apache_beam_vllm_dynamo._service import Need, Service, ServiceSpec
+from apache_beam_vllm_dynamo._service import HELPER_RESTART_POLICY, Need, Service, ServiceSpec
 from apache_beam_vllm_dynamo._supervised import SupervisedRuntime, environment_of_worker
 from apache_beam_vllm_dynamo._supervisor import Watch
 from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
@@ -233,11 +233,19 @@ class _DynamoLocalRuntime(SupervisedRuntime):
 
 def _etcd_spec(program: str, stack: Stack) -> ServiceSpec:
     probe = partial(_probes.etcd_serves, stack.addresses.etcd_client_port)
-    return _spec(stack, 'etcd', _commands.etcd_command(program, stack), probe)
+    return _helper_spec(stack, 'etcd', _commands.etcd_command(program, stack), probe)
 
 
 def _broker_spec(stack: Stack) -> ServiceSpec:
-    return _spec(stack, 'event broker', _commands.event_broker_command(stack), lambda _: None)
+    command = _commands.event_broker_command(stack)
+    return _helper_spec(stack, 'event broker', command, lambda _: None)
+
+
+def _helper_spec(
+    stack: Stack, label: str, command: Command, probe: Callable[[float], Reply | None]
+) -> ServiceSpec:
+    spec = _spec(stack, label, command, probe)
+    return dataclasses.replace(spec, restart_policy=HELPER_RESTART_POLICY)
 
 
 def _frontend_spec(

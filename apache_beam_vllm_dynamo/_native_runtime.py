@@ -109,6 +109,7 @@ class NativeVLLMRuntime(SupervisedRuntime):
             port=port,
             python=sys.executable,
             base_env=self._base_env,
+            directory=directory,
             chat_template=template,
         )
         model = self._model_name

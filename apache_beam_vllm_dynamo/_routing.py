@@ -83,7 +83,11 @@ class RoutingWatch:
         found = {}
         for engine in self._engines:
             pid = engine.status.pid
-            if engine.serves and pid is not None and not self._ports(pid) & routed:
+            if not engine.serves or pid is None:
+                continue
+            ports = self._ports(pid)
+            # None at all says only that they could not be read.
+            if ports and not ports & routed:
                 found[engine.spec.label, pid] = engine
         return found
 

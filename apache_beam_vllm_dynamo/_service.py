@@ -43,9 +43,16 @@ UNHEALTHY_BOUND_S = 60.0  # of a server that answers, but says that it does not 
 LOG_LOOK_INTERVAL_S = 1.0  # of a start: to search the end of a log takes milliseconds
 
 RESTART_POLICY = RestartPolicy(
-    max_consecutive_failures=5,  # with the back-off, half a minute of trying beside the starts
+    max_consecutive_failures=5,  # with the back-off, 15 s of trying beside the starts
     initial_backoff_s=0.5,
     max_backoff_s=15.0,
+    stable_after_s=60.0,
+)
+# Of what all others need and which has no settings that could be wrong: it is waited for.
+HELPER_RESTART_POLICY = RestartPolicy(
+    max_consecutive_failures=27,  # two minutes
+    initial_backoff_s=0.5,
+    max_backoff_s=5.0,
     stable_after_s=60.0,
 )
 
@@ -89,6 +96,7 @@ class ServiceSpec:
       stop_grace_s: How long it may take to end by itself, in seconds.
       start_bound_s: How long a restart may take until it serves, in seconds.
       devices: What it is pinned to.
+      restart_policy: How often it is started again.
     """
 
     label: str
@@ -98,6 +106,7 @@ class ServiceSpec:
     stop_grace_s: float
     start_bound_s: float
     devices: tuple[str, ...] = ()
+    restart_policy: RestartPolicy = RESTART_POLICY
     liveness: Callable[[float], Answer | None] | None = None
     scratch: str | None = None
 
@@ -135,7 +144,7 @@ class Service:
         self._clock = clock
         self._cpu_time = cpu_time
         self._cpu_time_before: int | None = None
-        self._tracker = RestartTracker(RESTART_POLICY, clock)
+        self._tracker = RestartTracker(spec.restart_policy, clock)
         self._restart_at = 0.0
         self._started_at = 0.0
         self._next_probe_at = 0.0

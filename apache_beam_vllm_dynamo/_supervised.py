@@ -74,16 +74,21 @@ class SupervisedRuntime(abc.ABC):
         Raises:
           StartError: Something did not come up; whatever had started is gone again.
         """
-        for orphan in kill_orphans():
-            _LOGGER.warning('Process %d of a dead owner does not end.', orphan)
+        self._clear_orphans()
         self._locks.acquire(self._start_timeout_s, self._closed.is_set)
         try:
+            # Whoever held the locks may have died just now, with its shims, and left engines.
+            self._clear_orphans()
             with_free_addresses(self._start_once)
         except BaseException as error:
             self._locks.release()
             if self._closed.is_set() and isinstance(error, Exception):
                 raise StartError(f'The start was given up: the {self._noun} was closed.') from error
             raise
+
+    def _clear_orphans(self) -> None:
+        for orphan in kill_orphans():
+            _LOGGER.warning('Process %d of a dead owner does not end.', orphan)
 
     def endpoint(self) -> str:
         """Where requests go, without a path.

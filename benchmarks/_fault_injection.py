@@ -27,8 +27,8 @@ if os.path.exists({flag!r}) and 'dynamo.mocker' in ' '.join(sys.orig_argv):
     print('the simulated engine is broken', flush=True)
     os._exit(3)
 """
-_WAITING_ETCD = """#!/bin/sh
-while [ -e '{flag}' ]; do sleep 0.1; done
+_BROKEN_ETCD = """#!/bin/sh
+if [ -e '{flag}' ]; then exit 1; fi
 exec '{etcd}' "$@"
 """
 
@@ -72,7 +72,7 @@ def config_fields(fault: str, down: Path) -> dict[str, Any]:
     if 'etcd' in fault:
         program = directory / 'etcd'
         etcd = find_etcd(None, os.environ.get('PATH'))
-        program.write_text(_WAITING_ETCD.format(flag=down, etcd=etcd))
+        program.write_text(_BROKEN_ETCD.format(flag=down, etcd=etcd))
         program.chmod(0o755)
         return {'etcd_path': program}
     modules = directory / 'modules'

@@ -26,7 +26,9 @@ from typing import Any
 from benchmarks import _fault_leftovers
 from benchmarks._fault_injection import FAULTS
 from benchmarks._fault_job import INJECT_AT, Settings
+from benchmarks._fault_owner import SERVES, STARTING
 
+ROOT = Path(__file__).parents[1]
 JOB_BOUND_S = 400.0
 GONE_BOUND_S = 10.0  # within which everything of a killed owner must have ended
 # An answer takes 0.8 s and four engines give 350 a second, so that a run takes half a minute.
@@ -38,7 +40,7 @@ OWNER_KILLS = 100
 QUICK_OWNER_KILLS = 10
 # To give an engine up takes half a minute, in which the others could answer all of a tenth.
 LEAST_UNTIL_GIVEN_UP = 5_000
-START_S = 0.5  # of a stack of fakes
+START_S = 2.5  # of a stack of two engines
 
 _RUN = 'import sys; from benchmarks import _fault_job; _fault_job.main(sys.argv[1])'
 _OWN = 'from benchmarks import _fault_owner; _fault_owner.main()'
@@ -136,34 +138,37 @@ def _answered(settings: Settings) -> int:
 
 
 def kill_owners(runs: int) -> dict[str, Any]:
-    """Kills the owner of a stack of fake engines, so many times, each at another moment."""
+    """Kills the owner of a whole stack, so many times, each at another moment.
+
+    Raises:
+      RuntimeError: An owner ended by itself, so that there was nothing to kill.
+    """
     clean, unclean = 0, []
     rng = random.Random(0)
     for number in range(runs):
         with _environment() as (_, env):
-            env['PYTHONPATH'] = os.pathsep.join((os.fspath(_fakes()), os.fspath(Path.cwd())))
             owner = subprocess.Popen(
-                (sys.executable, '-c', _OWN), env=env, stdout=subprocess.PIPE, text=True
-            )
+                (sys.executable, '-c', _OWN), env=env, cwd=ROOT,
+                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            )  # fmt: skip
             assert owner.stdout is not None
             # Every other one in the midst of its start, the others once they serve.
-            owner.stdout.readline()
+            said = [owner.stdout.readline().strip()]
             if number % 2:
-                owner.stdout.readline()
+                said.append(owner.stdout.readline().strip())
             time.sleep(rng.random() * START_S)
+            killed = owner.poll() is None and said == [STARTING, SERVES][: len(said)]
             owner.send_signal(signal.SIGKILL)
             owner.wait()
             owner.stdout.close()
+            if not killed:
+                raise RuntimeError(f'owner {number} ended by itself; it said {said}')
             left = _fault_leftovers.wait_until_none(env['TMPDIR'], GONE_BOUND_S)
             if left == _fault_leftovers.NOTHING:
                 clean += 1
             else:
                 unclean.append({'run': number, **dataclasses.asdict(left)})
     return {'runs': runs, 'clean': clean, 'unclean': unclean}
-
-
-def _fakes() -> Path:
-    return Path(__file__).parents[1] / 'tests' / 'fakes' / 'modules'
 
 
 @contextlib.contextmanager

@@ -437,7 +437,12 @@ def test_what_the_worker_inherited_changes_no_childs_addresses_or_part(
 
 def test_a_native_server_meets_no_port_of_another_process() -> None:
     command = native_server_command(
-        'org/model', {}, port=20_000, python='python', base_env=HARMLESS | NASTY | OVERRIDDEN
+        'org/model',
+        {},
+        port=20_000,
+        python='python',
+        base_env=HARMLESS | NASTY | OVERRIDDEN,
+        directory=DIRECTORY,
     )
     assert command.env.items() >= (HARMLESS | OVERRIDDEN).items()
     for name in ('VLLM_PORT', 'VLLM_DP_MASTER_PORT', 'MASTER_PORT', 'RANK', 'WORLD_SIZE'):
@@ -462,13 +467,19 @@ def test_the_native_server_listens_on_loopback(
     arguments: dict[str, Any], template: Path | None, rest: tuple[str, ...]
 ) -> None:
     command = native_server_command(
-        'org/model', arguments, port=20_000, python='python', base_env={}, chat_template=template
+        'org/model',
+        arguments,
+        port=20_000,
+        python='python',
+        base_env={},
+        directory=DIRECTORY,
+        chat_template=template,
     )
     assert command.argv == (
         'python', '-m', 'vllm.entrypoints.openai.api_server',
         '--model', 'org/model', '--host', '127.0.0.1', '--port', '20000', *rest,
     )  # fmt: skip
-    assert command.env == {}
+    assert command.env == {'TMPDIR': '/tmp/beam-x'}
 
 
 def test_an_engines_own_variables_reach_it_alone() -> None:

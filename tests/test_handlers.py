@@ -259,6 +259,11 @@ def test_threads_that_find_the_server_dead_all_get_their_answers() -> None:
 
 def test_braces_in_a_users_argument_are_left_alone() -> None:
     command = native_server_command(
-        'm', {'chat-template-content-format': '{{PORT}}'}, port=1, python='python', base_env={}
+        'm',
+        {'chat-template-content-format': '{{PORT}}'},
+        port=1,
+        python='python',
+        base_env={},
+        directory=pathlib.Path('/'),
     )
     assert '{{PORT}}' in command.argv

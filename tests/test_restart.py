@@ -14,6 +14,7 @@ from apache_beam_vllm_dynamo._restart import (
     RestartPolicy,
     RestartTracker,
 )
+from apache_beam_vllm_dynamo._service import HELPER_RESTART_POLICY, RESTART_POLICY
 
 POLICY = RestartPolicy(
     max_consecutive_failures=3, initial_backoff_s=1.0, max_backoff_s=3.0, stable_after_s=60.0
@@ -155,3 +156,14 @@ def test_a_record_follows_a_child_through_its_life() -> None:
         'engine 1', ChildState.SERVING, 8, ('0', '1'), 1, 'killed by SIGKILL'
     )
     assert status.to(ChildState.STOPPED).pid is None
+
+
+def test_what_all_others_need_is_waited_for_longer_than_an_engine() -> None:
+    def tries_for_s(policy: RestartPolicy) -> float:
+        failures = range(1, policy.max_consecutive_failures + 1)
+        return sum(policy.backoff_s(failure) for failure in failures)
+
+    assert tries_for_s(RESTART_POLICY) == 15.5
+    assert tries_for_s(HELPER_RESTART_POLICY) > 120
+    # Once it is back, it is not waited for much longer.
+    assert HELPER_RESTART_POLICY.max_backoff_s <= 5

@@ -46,13 +46,14 @@ class World:
         self.frontend = FakeService('frontend', 10)
         self.engines = [FakeService('engine 1 of 2', 1), FakeService('engine 2 of 2', 2)]
         self.routed: frozenset[int] | None = frozenset({1, 2})
+        self.unreadable: set[int] = set()
         frontend: Any = self.frontend
         engines: Any = self.engines
         self.watch = RoutingWatch(
             frontend,
             engines,
             lambda _: self.routed,
-            lambda pid: frozenset({pid}),
+            lambda pid: frozenset() if pid in self.unreadable else frozenset({pid}),
             lambda: self.now,
         )
 
@@ -114,6 +115,13 @@ def test_what_does_not_serve_is_somebody_elses_business(world: World) -> None:
     world.pass_time(100)
     world.frontend.serves = True
     world.routed = None
+    world.pass_time(100)
+    assert world.replaced == []
+
+
+def test_what_cannot_be_read_is_no_reason_to_replace_anything(world: World) -> None:
+    world.routed = frozenset({1})
+    world.unreadable = {2}
     world.pass_time(100)
     assert world.replaced == []
 
