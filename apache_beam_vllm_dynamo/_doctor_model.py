@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,20 @@ def check_model(subject: Subject, files: ModelFiles, env: Mapping[str, str]) -> 
             'Give a directory with config.json, tokenizer and weights, or the name of a model on '
             'the hub',
         )
-    if not files.weights_bytes and subject.server != 'simulated':
-        return Check.failed(
-            name,
-            f'{files.directory} has no weights',
-            "Put them there; engine_kind='simulated' alone does without",
-        )
     size = f'{gib(files.weights_bytes)} of weights' if files.weights_bytes else 'no weights'
     return Check.ok(name, f'{files.directory}, {size}')
+
+
+def check_weights(subject: Subject, files: ModelFiles) -> Check | None:
+    """Whether a model directory lacks its weights; ``None`` where there is nothing to say."""
+    whole = files.directory is None or files.problem or files.weights_bytes
+    if whole or subject.server == 'simulated' or any(map(_loads_otherwise, _kwargs(subject))):
+        return None
+    return Check.failed(
+        'weights',
+        f'{files.directory} has none',
+        "Put them there; engine_kind='simulated' or a load-format of their own do without",
+    )
 
 
 def check_template(subject: Subject, files: ModelFiles) -> Check:
@@ -143,6 +149,20 @@ def hub_cache(env: Mapping[str, str]) -> Path:
         return Path(env['HF_HOME']) / _HUB_CACHE
     home = Path(env.get('HOME') or '~').expanduser()
     return Path(env.get('XDG_CACHE_HOME') or home / '.cache') / 'huggingface' / _HUB_CACHE
+
+
+def _kwargs(subject: Subject) -> Sequence[Mapping[str, object]]:
+    """The flags of each engine."""
+    if subject.config is None:
+        return (subject.native_kwargs,)
+    engines = subject.config.engines
+    specs = engines if isinstance(engines, tuple) else (engines.spec,)
+    return [spec.vllm_server_kwargs for spec in specs]
+
+
+def _loads_otherwise(kwargs: Mapping[str, object]) -> bool:
+    """Whether vLLM is told where weights come from: from a stream, or from nowhere."""
+    return kwargs.get('load-format', 'auto') != 'auto'
 
 
 def _snapshot(model_name: str, env: Mapping[str, str]) -> Path | None:

@@ -17,6 +17,11 @@ import platform
 import sys
 from collections.abc import Mapping, Sequence
 
+from apache_beam_vllm_dynamo._doctor_file import (
+    UnreadableFileError,
+    read_mapping,
+    subject_from_mapping,
+)
 from apache_beam_vllm_dynamo._doctor_flags import ask_for_help, check_flags, needed_flags
 from apache_beam_vllm_dynamo._doctor_gpus import (
     check_driver,
@@ -28,7 +33,12 @@ from apache_beam_vllm_dynamo._doctor_gpus import (
     look_up_gpus,
 )
 from apache_beam_vllm_dynamo._doctor_machine import check_etcd, check_this_machine
-from apache_beam_vllm_dynamo._doctor_model import check_model, check_template, look_up_model
+from apache_beam_vllm_dynamo._doctor_model import (
+    check_model,
+    check_template,
+    check_weights,
+    look_up_model,
+)
 from apache_beam_vllm_dynamo._doctor_packages import (
     Packages,
     check_packages,
@@ -43,12 +53,7 @@ from apache_beam_vllm_dynamo._doctor_report import (
     to_json,
     wants_colour,
 )
-from apache_beam_vllm_dynamo._doctor_subject import (
-    Subject,
-    UnreadableFileError,
-    read_mapping,
-    subject_from_mapping,
-)
+from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._doctor_trial import try_start
 from apache_beam_vllm_dynamo._placement import look_up_topology
 from apache_beam_vllm_dynamo.config import DynamoVLLMEngineSpec
@@ -99,7 +104,12 @@ def examine(subject: Subject, env: Mapping[str, str], *, build: bool = False) ->
         checks += _gpus(subject, packages, env, model.weights_bytes if model else None)
     checks += check_this_machine(subject, _ranks(subject))
     if model is not None:
-        checks += [check_model(subject, model, env), check_template(subject, model)]
+        found = (
+            check_model(subject, model, env),
+            check_weights(subject, model),
+            check_template(subject, model),
+        )
+        checks += [check for check in found if check is not None]
     return checks
 
 

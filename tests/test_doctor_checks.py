@@ -15,6 +15,7 @@ import pytest
 
 from apache_beam_vllm_dynamo import DynamoRuntimeConfig, DynamoVLLMEngineSpec, _marker, doctor
 from apache_beam_vllm_dynamo._device_lock import DeviceLocks
+from apache_beam_vllm_dynamo._doctor_file import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_flags import (
     FRONTEND,
     NATIVE_SERVER,
@@ -47,7 +48,7 @@ from apache_beam_vllm_dynamo._doctor_machine import (
 )
 from apache_beam_vllm_dynamo._doctor_packages import Packages, check_packages, cuda_major
 from apache_beam_vllm_dynamo._doctor_report import Check, Result, exit_status, table
-from apache_beam_vllm_dynamo._doctor_subject import Subject, subject_from_mapping
+from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._placement import Topology
 from apache_beam_vllm_dynamo._private_directory import STALE_AFTER_S, PrivateDirectory
 from tests.support.processes import wait_until

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from apache_beam_vllm_dynamo import DynamoRuntimeConfig, StartError
+from apache_beam_vllm_dynamo._doctor_file import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_model import (
     check_model,
     check_template,
+    check_weights,
     hub_cache,
     look_up_model,
     read_directory,
 )
 from apache_beam_vllm_dynamo._doctor_report import Check
-from apache_beam_vllm_dynamo._doctor_subject import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_trial import try_start, write_model
 from apache_beam_vllm_dynamo._preflight import preflight
 from tests.support.stacks import MODEL, simulated
@@ -60,11 +61,21 @@ def test_a_whole_directory_is_all_right(model: Path) -> None:
     assert read_directory(model).weights_bytes == 1 << 20
 
 
-def test_simulated_engines_alone_do_without_weights(model: Path) -> None:
-    assert checks(model, SIMULATED)[0].result == 'ok'
-    missing = checks(model, GPUS)[0]
-    assert missing.result == 'failed'
-    assert missing.found.endswith('has no weights')
+def test_only_simulated_engines_and_other_load_formats_do_without_weights(model: Path) -> None:
+    """Before a start they are not looked for: vLLM says at once what it misses."""
+
+    def missing(config: dict[str, Any]) -> Check | None:
+        mapping = {'model_name': str(model), 'use_dynamo': True, 'dynamo_runtime_config': config}
+        return check_weights(subject_from_mapping(mapping), read_directory(model))
+
+    check = missing(GPUS)
+    assert check is not None
+    assert check.result == 'failed'
+    assert missing(SIMULATED) is None
+    assert missing({**GPUS, 'vllm_server_kwargs': {'load-format': 'dummy'}}) is None
+    preflight(str(model), DynamoRuntimeConfig(), chat_template=None, env={})
+    (model / 'model.safetensors').write_bytes(b'0')
+    assert missing(GPUS) is None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +107,6 @@ def test_dynamo_serves_no_model_without_a_chat_template(model: Path) -> None:
     with pytest.raises(StartError, match=r'chat template: .* has none'):
         preflight(str(model), simulated(), chat_template=None, env={})
     on_gpus = DynamoRuntimeConfig()
-    (model / 'model.safetensors').write_bytes(b'0')
     preflight(str(model), on_gpus, chat_template='{{ messages }}', env={})
     (model / 'chat_template.jinja').write_text('{{ messages }}')
     assert checks(model, SIMULATED)[1].result == 'ok'
