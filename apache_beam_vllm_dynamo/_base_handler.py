@@ -71,6 +71,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         request_timeout_secs: float,
         element_timeout_secs: float,
         start_timeout_secs: float | None,
+        error_excerpt_chars: int,
         batching: dict[str, Any],
         options: dict[str, Any],
     ) -> None:
@@ -99,6 +100,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             element_timeout_s=element_timeout_secs,
             max_wait_s=max_wait_secs,
             max_retries=max_retries,
+            excerpt_chars=error_excerpt_chars,
         )
         self._use_dynamo = use_dynamo
         self._native_server = DynamoVLLMEngineSpec(vllm_server_kwargs=vllm_server_kwargs or {})

@@ -115,7 +115,7 @@ class InferenceClient:
     def stream(
         self,
         max_pending: int,
-        max_pending_bytes: float = math.inf,
+        max_waiting_bytes: float = math.inf,
         *,
         max_pending_to_order: int | None = None,
     ) -> RequestStream[Any]:
@@ -124,13 +124,14 @@ class InferenceClient:
         Args:
           max_pending: How many of its requests may be without an outcome; :meth:`put
             <RequestStream.put>` waits above that. Less than the window leaves it unfilled.
-          max_pending_bytes: How large they may be together; one always may.
+          max_waiting_bytes: How large those may be that wait for a place in the window, with
+            those of all others that use this client.
           max_pending_to_order: How many it may be where the order of prefixes gains by it.
         """
         if max_pending < 1:
             raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
         most = max(max_pending, max_pending_to_order or 0) if self._open_prefixes else max_pending
-        return RequestStream(self._dispatcher(), max_pending, most, max_pending_bytes, self._limits)
+        return RequestStream(self._dispatcher(), max_pending, most, max_waiting_bytes, self._limits)
 
     def close(self) -> None:
         """Ends the client; callers that still wait raise :class:`RuntimeFailedError`.
@@ -202,7 +203,7 @@ class RequestStream(Generic[Token]):
         dispatcher: Dispatcher,
         max_pending: int,
         max_pending_to_order: int,
-        max_pending_bytes: float,
+        max_waiting_bytes: float,
         limits: RequestLimits,
     ) -> None:
         self._limits = limits
@@ -210,10 +211,9 @@ class RequestStream(Generic[Token]):
         self._group = _StreamGroup()
         self._max_pending = max_pending
         self._max_pending_to_order = max_pending_to_order
-        self._max_pending_bytes = max_pending_bytes
+        self._max_waiting_bytes = max_waiting_bytes
         self._chunk = max(1, max_pending // _CHUNKS)
         self._sent = 0
-        self._sent_bytes = 0
         self._untaken = 0
 
     @property
@@ -236,12 +236,10 @@ class RequestStream(Generic[Token]):
             self._group.outcomes.put((token, _unsent(request)))
             return
         self._raise_error()
-        size = len(request.body)
-        while self._is_full(size):
+        while self._is_full():
             # Woken for every outcome, the caller would run for a single request each time.
             self._await(min(self._sent, self._group.finished + self._chunk))
         self._sent += 1
-        self._sent_bytes += size
         self._untaken += 1
         self._group.more_follow = True
         self._dispatcher.submit([Job(request, self._group, token, self._limits)])
@@ -281,11 +279,10 @@ class RequestStream(Generic[Token]):
     ) -> None:
         self.close()
 
-    def _is_full(self, size: int) -> bool:
+    def _is_full(self) -> bool:
         pending = self._sent - self._group.finished
         most = self._max_pending_to_order if self._dispatcher.wants_more else self._max_pending
-        pending_bytes = self._sent_bytes - self._group.finished_bytes
-        too_large = pending_bytes + size > self._max_pending_bytes
+        too_large = self._dispatcher.waiting_bytes > self._max_waiting_bytes
         return pending >= most or (pending > 0 and too_large)
 
     def _await(self, finished: int) -> None:
@@ -328,14 +325,12 @@ class _StreamGroup(JobGroup):
     Attributes:
       outcomes: Those that the caller has not taken.
       finished: How many requests have an outcome; only the loop's thread writes it.
-      finished_bytes: How large they were together.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.outcomes: queue.SimpleQueue[tuple[Any, Outcome]] = queue.SimpleQueue()
         self.finished = 0
-        self.finished_bytes = 0
         self._wake_at = 0
         self._wake = threading.Event()
 
@@ -350,7 +345,6 @@ class _StreamGroup(JobGroup):
 
     def finish(self, job: Job, outcome: Outcome) -> None:
         self.outcomes.put((job.key, outcome))
-        self.finished_bytes += len(job.request.body)
         self.finished += 1
         if self.finished == self._wake_at:
             self._wake.set()

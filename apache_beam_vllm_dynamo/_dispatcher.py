@@ -41,7 +41,7 @@ _WARN_EVERY_S = 60.0
 # no more came for a moment, more would not better the order, or for so long.
 GATHER_S = 1.0
 GATHER_PAUSE_S = 0.1
-# To look at all that wait takes some ten milliseconds where they are many and long.
+# To look at those that wait takes up to some milliseconds.
 LOOK_EVERY_S = 0.25
 # A request without a prefix worth the wait: some hundred tokens of text.
 GATHER_FROM_BYTES = 1024
@@ -138,6 +138,8 @@ class Dispatcher:
         self._looked_at = 0.0
         #: Whether the order would be better for more requests to choose from.
         self.wants_more = gathers
+        #: How large the requests are that wait for a place, whoever they are from.
+        self.waiting_bytes = 0
         self._last_came_at = 0.0
         self._again: collections.deque[Job] = collections.deque()
         self._suspects: collections.deque[Job] = collections.deque()
@@ -220,11 +222,13 @@ class Dispatcher:
                 job.group.jobs.add(job)
                 self._gather(job)
                 self._queue.add(job)
+                self.waiting_bytes += len(job.request.body)
         self._look()
         self._fill()
 
     def _gather(self, job: Job) -> None:
-        if not self._gathers or not job.group.more_follow or self._in_flight:
+        # Where they had nothing in common so far, a slow source would be waited for in vain.
+        if not self.wants_more or not job.group.more_follow or self._in_flight:
             return
         assert self._loop is not None
         self._last_came_at = now = self._loop.time()
@@ -237,14 +241,19 @@ class Dispatcher:
         assert self._loop is not None
         if self._gathers and self._loop.time() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = self._loop.time()
-            self.wants_more = self._queue.gains_by_more()
+            self._judge()
+
+    def _judge(self) -> None:
+        gains = self._queue.gains_by_more()
+        if gains is not None:
+            self.wants_more = gains
 
     def _look_at_gathered(self, until: float) -> None:
         if self._gathering_until != until:
             return
         assert self._loop is not None
         now = self._loop.time()
-        self.wants_more = self._queue.gains_by_more()
+        self._judge()
         over = now >= until or now - self._last_came_at >= GATHER_PAUSE_S
         if over or not self.wants_more:
             self._end_gathering()
@@ -267,6 +276,7 @@ class Dispatcher:
                 job = self._again.popleft()
             elif self._queue:
                 job = self._queue.take()
+                self.waiting_bytes -= len(job.request.body)
             else:
                 return
             if job.group.ended:
@@ -319,9 +329,15 @@ class Dispatcher:
             if job.handle is not None:
                 job.handle.cancel()
         group.jobs.clear()
-        self._queue.discard(lambda job: job.group is group)
+        self._queue.discard(functools.partial(self._is_dropped, group))
         self._again = collections.deque(job for job in self._again if job.group is not group)
         self._suspects = collections.deque(job for job in self._suspects if job.group is not group)
+
+    def _is_dropped(self, group: JobGroup, job: Job) -> bool:
+        if job.group is not group:
+            return False
+        self.waiting_bytes -= len(job.request.body)
+        return True
 
     def _fail(self, groups: Sequence[JobGroup], error: BaseException) -> None:
         for group in groups:

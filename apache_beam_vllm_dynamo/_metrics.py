@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from apache_beam.metrics import Metrics
 
 from apache_beam_vllm_dynamo._model_server import ENGINE_REQUESTS
-from apache_beam_vllm_dynamo._prefix_census import NEW_BELOW, census
+from apache_beam_vllm_dynamo._prefix_census import NEW_BELOW, PIECE_BYTES, census
 from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Answer, Outcome, Response
 from apache_beam_vllm_dynamo.errors import InferenceError
@@ -122,8 +122,9 @@ def _add_response(sums: collections.Counter[str], response: Response) -> None:
 def _add_prefix(
     sums: collections.Counter[str], request: PreparedRequest, response: Response
 ) -> None:
-    seen = census().seen_share(request.body)
-    sums['distinct_prefixes'] += seen < NEW_BELOW
+    seen = census().seen_share(request.body[: request.prompt_bytes])
+    if request.prompt_bytes >= PIECE_BYTES:
+        sums['distinct_prefixes'] += seen < NEW_BELOW
     if response.usage is not None:
         sums['cacheable_prompt_tokens'] += round(seen * (response.usage.prompt_tokens or 0))
 

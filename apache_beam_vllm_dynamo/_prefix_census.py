@@ -10,9 +10,9 @@ import os
 import threading
 
 # Prompts are compared in pieces of so many bytes, from their beginning; a last, shorter piece is
-# not looked at. About a hundred tokens of text.
-PIECE_BYTES = 512
-# So many pieces are remembered, and as many again of older ones: 100 MiB of prompts that share
+# not looked at. Some fifty tokens of text.
+PIECE_BYTES = 256
+# So many pieces are remembered, and as many again of older ones: 50 MiB of prompts that share
 # nothing, far more than a KV cache holds, in some 25 MiB of memory.
 REMEMBERED_PIECES = 200_000
 # A prompt of which less than this was seen before begins a prefix of its own.

@@ -41,6 +41,7 @@ class PreparedRequest:
       target: Path and query, to append to the server's base URL.
       body: The JSON body, encoded. It begins with the model and what the model reads, in the
         order in which it is read, so that those of prompts that begin alike begin alike.
+      prompt_bytes: How long the part of the body is that ends with the prompt.
       headers: Headers beyond ``Content-Type``.
       timeout_s: Bound of one attempt in seconds; ``None`` for the client's own.
     """
@@ -48,6 +49,7 @@ class PreparedRequest:
     endpoint: Endpoint
     target: str
     body: bytes = dataclasses.field(repr=False)
+    prompt_bytes: int
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
     timeout_s: float | None = None
 
@@ -141,6 +143,9 @@ class RequestBuilder:
             return self._build(element)
         except ConfigurationError as error:
             return InferenceError(ErrorKind.INVALID_REQUEST, None, str(error), attempts=0)
+        except Exception as error:  # noqa: BLE001 - an element of the user's may raise anything
+            message = f'The element cannot be read: its own code raised a {type(error).__name__}.'
+            return InferenceError(ErrorKind.INVALID_REQUEST, None, message, attempts=0)
 
     def _build(self, element: object) -> PreparedRequest:
         arguments = self._arguments
@@ -162,12 +167,20 @@ class RequestBuilder:
             if 'tools' in arguments.fields:
                 body['tools'] = arguments.fields['tools']
             body['messages'] = _messages(content)
-        body.update(arguments.fields)
+        rest = {name: value for name, value in arguments.fields.items() if name not in body}
         target = str(self._endpoint.value)
         if arguments.query:
             target += '?' + urlencode(arguments.query, doseq=True)
+        encoded = prompt = _encode(body)
+        if rest:
+            encoded = prompt[:-1] + b', ' + _encode(rest)[1:]
         return PreparedRequest(
-            self._endpoint, target, _encode(body), arguments.headers, arguments.timeout_s
+            self._endpoint,
+            target,
+            encoded,
+            len(prompt) - 1,
+            arguments.headers,
+            arguments.timeout_s,
         )
 
     def _check_request_class(self, element: CompletionRequest | ChatRequest) -> None:
@@ -374,8 +387,9 @@ def _encode(body: Mapping[str, Any]) -> bytes:
         return text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         # The slow search is only for the text; the values themselves stay out of it.
-        key = 'prompt' if 'prompt' in body else 'messages'
-        problem = find_not_json(body[key], f'the {key}') or f'The request is not JSON: {error}'
+        key = next((key for key in ('prompt', 'messages') if key in body), None)
+        problem = find_not_json(body[key], f'the {key}') if key else ''
+        problem = problem or f'The request is not JSON: {error}'
         raise ConfigurationError(problem) from error
 
 

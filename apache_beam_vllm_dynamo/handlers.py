@@ -15,6 +15,7 @@ from apache_beam_vllm_dynamo._base_handler import OnError, VLLMModelHandler
 from apache_beam_vllm_dynamo._requests import Endpoint
 from apache_beam_vllm_dynamo._retry import (
     DEFAULT_ELEMENT_TIMEOUT_S,
+    DEFAULT_EXCERPT_CHARS,
     DEFAULT_MAX_RETRIES,
     DEFAULT_MAX_WAIT_S,
     DEFAULT_REQUEST_TIMEOUT_S,
@@ -59,6 +60,8 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         sending on.
       start_timeout_secs: How long the start of the server may take, in seconds, model load
         included; with a ``dynamo_runtime_config`` it is a field of that. Unset, 1,800.
+      error_excerpt_chars: How much of the server's message an error keeps, in characters; it may
+        repeat a part of the prompt. 0 keeps nothing.
       **kwargs: ``env_vars``: environment variables for the server's processes alone;
         ``large_model`` and ``model_copies``, which change nothing: a worker runs one server.
 
@@ -91,6 +94,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
         element_timeout_secs: float = DEFAULT_ELEMENT_TIMEOUT_S,
         start_timeout_secs: float | None = None,
+        error_excerpt_chars: int = DEFAULT_EXCERPT_CHARS,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -108,6 +112,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
             request_timeout_secs=request_timeout_secs,
             element_timeout_secs=element_timeout_secs,
             start_timeout_secs=start_timeout_secs,
+            error_excerpt_chars=error_excerpt_chars,
             batching={
                 'min_batch_size': min_batch_size,
                 'max_batch_size': max_batch_size,
@@ -163,6 +168,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
         element_timeout_secs: float = DEFAULT_ELEMENT_TIMEOUT_S,
         start_timeout_secs: float | None = None,
+        error_excerpt_chars: int = DEFAULT_EXCERPT_CHARS,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -180,6 +186,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
             request_timeout_secs=request_timeout_secs,
             element_timeout_secs=element_timeout_secs,
             start_timeout_secs=start_timeout_secs,
+            error_excerpt_chars=error_excerpt_chars,
             batching={
                 'min_batch_size': min_batch_size,
                 'max_batch_size': max_batch_size,

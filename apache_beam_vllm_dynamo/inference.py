@@ -40,9 +40,10 @@ from apache_beam_vllm_dynamo.errors import (
 # bundle's thread is busy elsewhere, with reading the next elements or with their consumers.
 PENDING_WINDOWS = 2
 # To be ordered by their prefixes more must wait: from where prompts come in no order, those that
-# wait are all that can meet. The bytes keep a worker's memory in bounds.
+# wait are all that can meet.
 PENDING_TO_ORDER = 10_000
-PENDING_BYTES = 256 * 2**20
+# Of all bundles of a process together: what waits must not fill a worker's memory.
+WAITING_BYTES = 256 * 2**20
 
 
 class LLMInference(beam.PTransform[Any, Any]):
@@ -217,7 +218,7 @@ class _InferenceDoFn(beam.DoFn):
         assert self._model is not None
         self._client = client = self._handler.client_for(self._model)
         self._stream = client.stream(
-            PENDING_WINDOWS * client.window, PENDING_BYTES, max_pending_to_order=PENDING_TO_ORDER
+            PENDING_WINDOWS * client.window, WAITING_BYTES, max_pending_to_order=PENDING_TO_ORDER
         )
 
     def process(

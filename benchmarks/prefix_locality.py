@@ -57,16 +57,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.disable(logging.WARNING)
     found: dict[str, dict[Arm, list[Measured]]] = {}
     began = time.monotonic()
+    loads = {
+        name: LOADS[name].reduced(QUICK_SHARE) if options.quick else LOADS[name]
+        for name in options.loads
+    }
     for repeat in range(options.repeats):
-        for name in options.loads:
-            load = LOADS[name].reduced(QUICK_SHARE) if options.quick else LOADS[name]
+        for name, load in loads.items():
             for arm in options.arms:
                 measured = measure(arm, load, load.prompts(SEED + repeat))
                 found.setdefault(name, {}).setdefault(arm, []).append(measured)
                 _note(name, arm, load, measured)
     report = {
         'loads': {
-            name: {arm: summary(LOADS[name], runs) for arm, runs in arms.items()}
+            name: {arm: summary(loads[name], runs) for arm, runs in arms.items()}
             for name, arms in found.items()
         },
         'repeats': options.repeats,

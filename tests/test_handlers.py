@@ -267,3 +267,15 @@ def test_braces_in_a_users_argument_are_left_alone() -> None:
         directory=pathlib.Path('/'),
     )
     assert '{{PORT}}' in command.argv
+
+
+def test_an_error_keeps_nothing_of_the_servers_message_where_that_is_asked() -> None:
+    told = {}
+    for chars in (0, 200):
+        handler = native(on_error='return', error_excerpt_chars=chars)
+        model = handler.load_model()
+        [result] = handler.run_inference(['[status=400] my secret'], model)
+        told[chars] = str(result.inference)
+        model.close()
+    assert 'the server answered 400' in told[0]
+    assert 'the server answered 400' not in told[200]

@@ -108,6 +108,32 @@ def test_no_request_is_passed_over_for_ever() -> None:
     assert not waiting
 
 
+@pytest.mark.parametrize('marks', [1, 2, 4])
+def test_nor_where_what_comes_in_grows(marks: int) -> None:
+    """Prompts that begin with the time always come in ahead of a mark."""
+    numbers = itertools.count()
+
+    def growing() -> Request:
+        return Request(b'%09d' % next(numbers))
+
+    queue = filled([growing() for _ in range(200)], marks)
+    queue.add(Request(b'last of all', family=1))
+    for _ in range(1_000):
+        queue.add(growing())
+        if queue.take().family:
+            return
+    raise AssertionError('it was passed over')
+
+
+def test_those_of_a_batch_are_never_taken_out_of_their_order() -> None:
+    """However long the last of them wait."""
+    requests = [Request(b'%05d' % number, number) for number in range(2_000)]
+    random.Random(0).shuffle(requests)
+    order = [request.family for request in taken(filled(requests, 1))]
+    # It begins in the midst of them, and goes once round.
+    assert sum(one > other for one, other in itertools.pairwise(order)) <= 1
+
+
 def test_forgotten_requests_are_not_taken() -> None:
     queue = filled(families(6, 4), 3)
     first = taken(queue, 5)
@@ -120,13 +146,21 @@ def test_forgotten_requests_are_not_taken() -> None:
 
 @pytest.mark.parametrize(
     ('number', 'siblings', 'gains'),
-    [(10, 2, True), (10, 8, True), (3, 20, False), (1, 60, False), (60, 1, False)],
-    ids=['few', 'many prefixes', 'no more prefixes than marks', 'one prefix', 'nothing shared'],
+    [
+        (10, 2, None),
+        (10, 8, True),
+        (3, 20, False),
+        (1, 60, False),
+        (60, 1, False),
+        (300, 6, True),
+        (2_000, 1, False),
+    ],
+    ids=['too few', 'many prefixes', 'no more than marks', 'one', 'unique', 'more', 'more unique'],
 )
 def test_more_to_choose_from_is_worth_a_wait_where_it_betters_the_order(
     number: int,
     siblings: int,
-    gains: bool,  # noqa: FBT001 - a parameter of the test
+    gains: bool | None,  # noqa: FBT001 - a parameter of the test
 ) -> None:
     assert filled(families(number, siblings), 4).gains_by_more() is gains
 

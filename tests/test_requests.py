@@ -329,3 +329,29 @@ def test_the_error_of_a_bad_element_does_not_show_its_prompt() -> None:
     assert (
         'SECRET' not in refusal([{'role': 'user', 'content': ['SECRET', math.nan]}], CHAT).message
     )
+
+
+class _Broken:
+    def to_dict(self) -> dict[str, str]:
+        raise KeyError('secret')
+
+
+def test_an_element_whose_own_code_fails_is_an_error_of_its_own() -> None:
+    error = RequestBuilder('m', Endpoint.CHAT).build([_Broken()])
+    assert isinstance(error, InferenceError)
+    assert error.kind is ErrorKind.INVALID_REQUEST
+    assert 'KeyError' in error.message
+    assert 'secret' not in error.message
+
+
+def test_a_body_begins_with_what_the_model_reads_in_its_order() -> None:
+    """Requests are put in order by their bodies, and compared up to the end of the prompt."""
+    arguments = {'temperature': 0, 'tools': [{'type': 'function'}]}
+    chat = RequestBuilder('m', Endpoint.CHAT, arguments)
+    request = chat.build([{'role': 'user', 'content': 'hi'}])
+    assert isinstance(request, PreparedRequest)
+    assert list(json.loads(request.body)) == ['model', 'tools', 'messages', 'temperature']
+    assert request.body[: request.prompt_bytes].endswith(b'"content": "hi"}]')
+    plain = RequestBuilder('m', Endpoint.CHAT).build([{'role': 'user', 'content': 'hi'}])
+    assert isinstance(plain, PreparedRequest)
+    assert plain.body[plain.prompt_bytes :] == b'}'
