@@ -154,9 +154,7 @@ def test_the_usual_cohorts_offer_as_much_reuse_as_they_are_named_for(
     fraction: float, cohort: str, ceiling: float
 ) -> None:
     """Less the first record of each family, and the part of a prompt that is its own."""
-    found = records(
-        num_records=200, reuse_fraction=fraction, num_families=10, prefix_tokens=2048
-    )
+    found = records(num_records=200, reuse_fraction=fraction, num_families=10, prefix_tokens=2048)
     assert {row['cohort'] for row in found} == {cohort}
     reuse = ReuseCounter(16)
     reuse.look(EstimatedTokens().tokens([row['prompt'] for row in found]))

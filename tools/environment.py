@@ -92,7 +92,7 @@ class Plan:
 
 
 PLANS = {
-    'simulated': Plan('.venv', ('test', 'check', 'dataflow', 'build', 'model')),
+    'simulated': Plan('.venv', ('test', 'bench', 'check', 'dataflow', 'build', 'model')),
     'cpu': Plan('.venv-cpu', ('test', 'bench', 'build', 'model', 'model-weights'), cpu_engine=True),
     'gpu': Plan('.venv-gpu', ('test', 'bench', 'build'), dynamo_extras=('vllm',)),
 }
