@@ -58,6 +58,7 @@ from benchmarks.vllm_dynamo_kv_benchmark import versions
 
 REPORTS = ('report.json', 'report.md', 'report.html')
 DATA, RUNS = 'data', 'runs'
+INTERRUPTED = 130  # as a shell has it for Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None, runner: Runner = run_arm) -> int:
@@ -82,6 +83,9 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_arm) -> in
     except (RunFailedError, OSError, ValueError) as error:
         say(f'compare: {error}\ncompare: no report was written')
         return 2
+    except KeyboardInterrupt:
+        say('compare: interrupted; no report was written')
+        return INTERRUPTED
     facts = {
         'engine': options.engine,
         'repeats': options.repeats,

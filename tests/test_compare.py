@@ -183,6 +183,17 @@ def test_a_run_that_fails_ends_it_without_a_report(
     assert {p.name for p in tmp_path.iterdir()} == {'data', 'runs'}
 
 
+def test_an_interruption_is_no_traceback_and_no_report(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> RunFigures:
+        raise KeyboardInterrupt
+
+    assert compare.main([*SMALL, '--out', str(tmp_path), '--cohorts', '95'], interrupted) == 130
+    assert 'interrupted; no report was written' in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {'data', 'runs'}
+
+
 @pytest.mark.parametrize(
     ('arguments', 'said'),
     [
