@@ -54,7 +54,6 @@ SHARE_TARGETS: tuple[tuple[str, Arm, float], ...] = (('D', 'ordered', 1.2),)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and writes."""
     options = _parse(arguments)
-    logging.disable(logging.WARNING)
     found: dict[str, dict[Arm, list[Measured]]] = {}
     began = time.monotonic()
     loads = {
@@ -183,4 +182,5 @@ def _print(loads: dict[str, dict[Arm, dict[str, Any]]], targets: Sequence[dict[s
 
 
 if __name__ == '__main__':
+    logging.disable(logging.WARNING)  # a line for every pipeline from Beam
     sys.exit(main())

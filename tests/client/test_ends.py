@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -36,6 +37,15 @@ from tests.support.processes import wait_until
 # Ends.
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A shell has what it starts in the background ignore interruptions, tests included."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures('_interruptible')
 def test_an_interrupted_call_leaves_no_request_behind(
     client: InferenceClient, server: FakeServer
 ) -> None:
