@@ -7,6 +7,7 @@ Beam's own runner and job service, which need no cluster.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import json
 import os
@@ -66,6 +67,8 @@ class Pool:
                 ),
                 cwd=ROOT, env={**os.environ, **tree.env, 'PATH': path}, stdout=file,
                 stderr=subprocess.STDOUT,
+                # What a shell has started in the background ignores it, and so would the pool.
+                preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - it takes no lock
             )  # fmt: skip
 
     def address(self) -> str:
