@@ -18,12 +18,7 @@ from apache_beam_vllm_dynamo._doctor_report import Check, failed_by, gib
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._external_etcd import ExternalEtcd
-from apache_beam_vllm_dynamo._marker import (
-    _is_shim,
-    _marked,
-    _owner_is_gone,
-    _pid_namespace,
-)
+from apache_beam_vllm_dynamo._marker import orphans
 from apache_beam_vllm_dynamo._private_directory import PREFIX, SHORT_DIRECTORY, STALE_AFTER_S
 from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
 from apache_beam_vllm_dynamo.errors import MissingDependencyError
@@ -133,17 +128,9 @@ def check_leftovers(left: Leftovers) -> list[Check]:
 
 def look_up_leftovers() -> Leftovers:
     """Looks without ending or removing anything."""
-    own = _pid_namespace('self')
-    marked = _marked()
-    guarded = {token for pid, token in marked if _is_shim(pid)}
-    orphans = (
-        int(pid)
-        for pid, token in marked
-        if token not in guarded and _pid_namespace(pid) == own and _owner_is_gone(token)
-    )
     bases = {Path(tempfile.gettempdir()), SHORT_DIRECTORY}
     unused = (path for base in bases for path in base.glob(f'{PREFIX}*') if _is_unused(path))
-    return Leftovers(tuple(sorted(orphans)), tuple(sorted(unused)), tuple(_held_locks()))
+    return Leftovers(tuple(sorted(orphans())), tuple(sorted(unused)), tuple(_held_locks()))
 
 
 def check_shared_memory(size_bytes: int, ranks: int) -> Check:

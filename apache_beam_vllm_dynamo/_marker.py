@@ -43,36 +43,48 @@ def kill_marked(token: str, timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]
     return _kill_all(lambda _, found: found == token, timeout_s)
 
 
-def kill_orphans(timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
-    """Kills every process that carries a token whose owner is gone.
+def orphans() -> tuple[int, ...]:
+    """Every process that carries a token whose owner is gone.
 
     Those of a shim that lives are left to it: it ends them in good order and removes what they
     leave. Only what shares the PID namespace of this process is looked at: elsewhere the owner's
     process id would mean another process.
+    """
+    return _found(_orphaned())
+
+
+def kill_orphans(timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
+    """Kills every process that :func:`orphans` finds, for at most `timeout_s` seconds.
 
     Returns:
       The process ids of those that are still there.
     """
+    return _kill_all(_orphaned(), timeout_s)
+
+
+def _orphaned() -> Callable[[str, str], bool]:
+    """Tells orphans, by what shims there are at this moment."""
     own = _pid_namespace('self')
     guarded = {token for pid, token in _marked() if _is_shim(pid)}
-    return _kill_all(
-        lambda pid, token: (
-            token not in guarded and _pid_namespace(pid) == own and _owner_is_gone(token)
-        ),
-        timeout_s,
+    return lambda pid, token: (
+        token not in guarded and _pid_namespace(pid) == own and _owner_is_gone(token)
     )
 
 
 def _kill_all(matches: Callable[[str, str], bool], timeout_s: float) -> tuple[int, ...]:
     deadline = time.monotonic() + timeout_s
     while True:
-        found = tuple(int(pid) for pid, token in _marked() if matches(pid, token))
+        found = _found(matches)
         if not found or time.monotonic() >= deadline:
             return found
         for pid in found:
             with contextlib.suppress(OSError):  # it has ended by itself
                 os.kill(pid, signal.SIGKILL)
         time.sleep(SWEEP_PAUSE_S)
+
+
+def _found(matches: Callable[[str, str], bool]) -> tuple[int, ...]:
+    return tuple(int(pid) for pid, token in _marked() if matches(pid, token))
 
 
 def _marked() -> list[tuple[str, str]]:
