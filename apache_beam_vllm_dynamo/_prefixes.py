@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from apache_beam_vllm_dynamo.errors import ConfigurationError
-from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest
+from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, message_fields
 
 DIGEST_BYTES = 4
 # No further into a prompt is looked: about 16,000 tokens, beyond what is commonly shared.
@@ -255,7 +255,8 @@ def _write(out: bytearray, value: object) -> None:
     if len(out) >= PROMPT_LIMIT_BYTES:
         return
     if not isinstance(value, _JSON_LIKE):
-        value = _fields(value)
+        fields = message_fields(value)
+        value = type(value).__name__ if fields is None else fields
     if isinstance(value, str):
         out += _encoded(value)
     elif isinstance(value, (bytes, bytearray)):
@@ -271,15 +272,6 @@ def _write(out: bytearray, value: object) -> None:
         number = value is None or isinstance(value, (int, float))
         out += (repr(value) if number else type(value).__name__).encode()
     out += b'\0'  # so that no two values run into each other
-
-
-def _fields(value: object) -> object:
-    """A message of ours, of the ``openai`` client or of Beam; of all else the type alone."""
-    if callable(to_dict := getattr(value, 'to_dict', None)):
-        return to_dict()
-    if hasattr(value, 'role') and hasattr(value, 'content'):
-        return {'role': value.role, 'content': value.content}
-    return type(value).__name__
 
 
 def evenly(items: Sequence[object], most: int) -> Iterator[Sequence[object]]:

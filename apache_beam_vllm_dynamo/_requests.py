@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from apache_beam_vllm_dynamo.errors import ConfigurationError, ErrorKind, InferenceError
-from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest
+from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, message_fields
 
 # What OpenAI and vLLM document for completions. Dynamo has no default and would generate
 # until the context is full.
@@ -229,13 +229,8 @@ def _messages(content: object) -> list[Mapping[str, Any]]:
 
 
 def _message(message: object, index: int) -> Mapping[str, Any]:
-    if isinstance(message, Mapping):
-        fields: Mapping[str, Any] = message
-    elif callable(to_dict := getattr(message, 'to_dict', None)):
-        fields = to_dict()  # ours, or an answer's message sent back to continue a conversation
-    elif hasattr(message, 'role') and hasattr(message, 'content'):
-        fields = {'role': message.role, 'content': message.content}  # Beam's own class
-    else:
+    fields = message_fields(message)
+    if fields is None:
         raise ConfigurationError(
             f'Message {index} is a {type(message).__name__}: it must be a dict or an '
             'OpenAIChatMessage.'

@@ -46,6 +46,22 @@ class OpenAIChatMessage:
 ChatMessage: TypeAlias = OpenAIChatMessage | Mapping[str, Any]
 
 
+def message_fields(message: object) -> Mapping[str, Any] | None:
+    """What a message says, whoever made it; ``None`` of what is no message.
+
+    It may be a dict, one of ours, an answer's of the ``openai`` client, sent back to continue a
+    conversation, or Beam's own class.
+    """
+    if isinstance(message, Mapping):
+        return message
+    if callable(to_dict := getattr(message, 'to_dict', None)):
+        fields: Mapping[str, Any] = to_dict()
+        return fields
+    if hasattr(message, 'role') and hasattr(message, 'content'):
+        return {'role': message.role, 'content': message.content}
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
     """A prompt with arguments of its own.
