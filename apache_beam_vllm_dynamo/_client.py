@@ -130,7 +130,7 @@ class InferenceClient:
         """
         if max_pending < 1:
             raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
-        most = max(max_pending, max_pending_to_order or 0) if self._open_prefixes else max_pending
+        most = max(max_pending, max_pending_to_order or 0)
         return RequestStream(self._dispatcher(), max_pending, most, max_waiting_bytes, self._limits)
 
     def close(self) -> None:
@@ -166,12 +166,7 @@ class InferenceClient:
             dispatcher = None
         if dispatcher is None:
             new = Dispatcher(
-                loop_thread(),
-                self._endpoint,
-                self._window,
-                self._limits,
-                self._queue(),
-                gathers=self._open_prefixes > 0,
+                loop_thread(), self._endpoint, self._window, self._limits, self._queue()
             )
             dispatcher = self._dispatchers.setdefault(pid, new)
             if dispatcher is new:

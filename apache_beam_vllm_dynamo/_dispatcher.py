@@ -108,7 +108,6 @@ class Dispatcher:
       window: How many requests may be in flight at once.
       limits: How long and how often one element is tried.
       queue: The order in which they are sent.
-      gathers: Whether it is worth a moment's wait to have more of them to order.
     """
 
     def __init__(
@@ -118,8 +117,6 @@ class Dispatcher:
         window: int,
         limits: RequestLimits,
         queue: RequestQueue[Job],
-        *,
-        gathers: bool,
     ) -> None:
         self._pid = os.getpid()
         self._thread = thread
@@ -133,11 +130,10 @@ class Dispatcher:
         self._woken = False
         # From here on: the loop's thread only.
         self._queue = queue
-        self._gathers = gathers
         self._gathering_until: float | None = None
         self._looked_at = 0.0
         #: Whether the order would be better for more requests to choose from.
-        self.wants_more = gathers
+        self.wants_more = queue.gains_by_more() is not False
         #: How large the requests are that wait for a place, whoever they are from.
         self.waiting_bytes = 0
         self._last_came_at = 0.0
@@ -239,7 +235,7 @@ class Dispatcher:
     def _look(self) -> None:
         """Looks now and then whether more requests are worth reading ahead."""
         assert self._loop is not None
-        if self._gathers and self._loop.time() - self._looked_at >= LOOK_EVERY_S:
+        if self._loop.time() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = self._loop.time()
             self._judge()
 
