@@ -22,7 +22,10 @@ STAND_IN = (
     'simulated engine with --data-parallel-size {engines} behind a round-robin frontend. It says '
     "nothing about the speed of vLLM's own server."
 )
-CPU_CACHE_GIB = '1'  # for each engine, unless the number of its blocks is given
+# The CPU build of vLLM gives wrong text in bfloat16 without compilation.
+CPU_FLAGS: Mapping[str, str | bool] = {'dtype': 'float32', 'enforce-eager': True}
+# The cache of each engine, in GiB, unless the number of its blocks is given.
+CPU_ENV = {'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,15 +157,14 @@ class Settings:
             blocks = self.kv_cache_tokens // BLOCK_TOKENS[self.engine]
             flags['num-gpu-blocks-override'] = max(1, blocks)
         if self.engine == 'cpu':
-            # The CPU build of vLLM gives wrong text in bfloat16 without compilation.
-            flags |= {'dtype': 'float32', 'enforce-eager': True}
+            flags |= CPU_FLAGS
         return {flag: value for flag, value in flags.items() if value is not None}
 
     def environment(self) -> dict[str, str]:
         """The environment variables of every engine, in every arm."""
         if self.engine != 'cpu':
             return {}
-        return {'VLLM_CPU_KVCACHE_SPACE': CPU_CACHE_GIB, 'HF_HUB_OFFLINE': '1'}
+        return dict(CPU_ENV)
 
 
 def uses_dynamo(arm: Arm, engine: Engine) -> bool:

@@ -27,26 +27,18 @@ from apache_beam_vllm_dynamo import (
     InferenceError,
     LLMInference,
     PrefixBatchElements,
-    _clients,
 )
 from apache_beam_vllm_dynamo._arguments import ServerArgument
-from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo.config import RouterMode
-from benchmarks._prefix_loads import BLOCK_TOKENS, Load, Prompt
-from benchmarks._served import BeamsOnServed, OursOnServed, Served
+from benchmarks._arms import BLOCK_TOKENS, CPU_ENV, CPU_FLAGS
+from benchmarks._prefix_loads import Load, Prompt
+from benchmarks._served import BeamsOnServed, OursOnServed, Served, serving
 from tools.small_model import FULL_DIRECTORY, TOKENIZER_DIRECTORY
 
 Arm = Literal['rr_shuffled', 'kv', 'ordered', 'transform', 'beam_rr']
 ARMS: tuple[Arm, ...] = get_args(Arm)
 
-# Of real engines on CPU cores: bfloat16 is wrong in vLLM's CPU build.
-_CPU_FLAGS: dict[str, ServerArgument] = {
-    'dtype': 'float32',
-    'enforce-eager': True,
-    'max-model-len': 2048,
-    'max-num-seqs': 16,
-}
-_CPU_ENV = {'VLLM_CPU_KVCACHE_SPACE': '1', 'HF_HUB_OFFLINE': '1'}
+_CPU_FLAGS: dict[str, ServerArgument] = {**CPU_FLAGS, 'max-model-len': 2048, 'max-num-seqs': 16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,21 +65,20 @@ def measure(arm: Arm, load: Load, prompts: Sequence[Prompt]) -> Measured:
     with contextlib.ExitStack() as stack:
         directory = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
         urls = [
-            stack.enter_context(_serving(_model(load), _config(arm, load, per_worker)))
+            stack.enter_context(serving(_model(load), _config(arm, load, per_worker))).endpoint()
             for _ in range(load.workers)
         ]
         served = Served(
             urls[0], load.in_flight, kv_caches=per_worker, others=urls[1:], claims=directory
         )
         _run(_elements(arm, load), _inference(arm, load, served), prompts, load, directory)
-        _clients.close_all()
         return _measured(directory, load)
 
 
 def _config(arm: Arm, load: Load, engines: int) -> DynamoRuntimeConfig:
     router_mode: RouterMode = 'round-robin' if arm in ('rr_shuffled', 'beam_rr') else 'kv'
     if load.engine_kind == 'cpu':
-        spec = DynamoVLLMEngineSpec(vllm_server_kwargs=_CPU_FLAGS, env=_CPU_ENV)
+        spec = DynamoVLLMEngineSpec(vllm_server_kwargs=_CPU_FLAGS, env=CPU_ENV)
         return DynamoRuntimeConfig(
             (spec,) * engines, engine_kind='cpu', router_mode=router_mode, start_timeout_secs=300
         )
@@ -104,16 +95,6 @@ def _config(arm: Arm, load: Load, engines: int) -> DynamoRuntimeConfig:
 
 def _model(load: Load) -> str:
     return str(TOKENIZER_DIRECTORY if load.engine_kind == 'simulated' else FULL_DIRECTORY)
-
-
-@contextlib.contextmanager
-def _serving(model: str, config: DynamoRuntimeConfig) -> Iterator[str]:
-    runtime = _DynamoLocalRuntime(model, config)
-    runtime.start()
-    try:
-        yield runtime.endpoint()
-    finally:
-        runtime.close('the measurement is over')
 
 
 def _elements(arm: Arm, load: Load) -> beam.PTransform[Any, Any]:

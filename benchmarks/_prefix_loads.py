@@ -5,14 +5,12 @@ from __future__ import annotations
 import array
 import dataclasses
 import random
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
-from apache_beam_vllm_dynamo.config import EngineKind
+from benchmarks._arms import BLOCK_TOKENS
 
 # Ids that every tokenizer of the small models knows, away from those with a meaning of their own.
 _TOKEN_IDS = range(1_000, 40_000)
-BLOCK_TOKENS = {'simulated': 16, 'cpu': 128, 'gpu': 16}
-
 # Beam writes and reads an array at once, and a list id by id, which would be measured with it.
 Prompt: TypeAlias = 'array.array[int]'
 
@@ -44,7 +42,7 @@ class Load:
     in_flight: int
     workers: int = 1
     engines: int = 4
-    engine_kind: EngineKind = 'simulated'
+    engine_kind: Literal['simulated', 'cpu'] = 'simulated'
     in_batches: bool = False
 
     @property

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from apache_beam.ml.inference import vllm_inference as upstream
 
-from apache_beam_vllm_dynamo import VLLMCompletionsModelHandler
+from apache_beam_vllm_dynamo import DynamoRuntimeConfig, VLLMCompletionsModelHandler, _clients
+from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 
 
 class Served:
@@ -85,6 +86,18 @@ class Served:
 
     def check_connectivity(self) -> None:
         pass
+
+
+@contextlib.contextmanager
+def serving(model_name: str, config: DynamoRuntimeConfig) -> Iterator[_DynamoLocalRuntime]:
+    """A stack of its own for a measurement; afterwards no client of this process is left either."""
+    runtime = _DynamoLocalRuntime(model_name, config)
+    runtime.start()
+    try:
+        yield runtime
+    finally:
+        _clients.close_all()
+        runtime.close('the measurement is over')
 
 
 class OursOnServed(VLLMCompletionsModelHandler):

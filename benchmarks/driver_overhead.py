@@ -31,10 +31,9 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from apache_beam_vllm_dynamo import DynamoRuntimeConfig, _clients
-from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
+from apache_beam_vllm_dynamo import DynamoRuntimeConfig
 from benchmarks._drivers import Driver, Load, Measured, measure, measure_unbounded
-from benchmarks._served import Served
+from benchmarks._served import Served, serving
 from tools.small_model import TOKENIZER_DIRECTORY
 
 Scenario = Literal['instant', 'uneven']
@@ -180,13 +179,8 @@ def _serving(simulation_kwargs: dict[str, Any]) -> Iterator[Served]:
     config = DynamoRuntimeConfig.for_devices(
         num_engines=ENGINES, engine_kind='simulated', simulation_kwargs=simulation_kwargs
     )
-    runtime = _DynamoLocalRuntime(str(TOKENIZER_DIRECTORY), config)
-    runtime.start()
-    try:
+    with serving(str(TOKENIZER_DIRECTORY), config) as runtime:
         yield Served(runtime.endpoint(), runtime.window)
-    finally:
-        _clients.close_all()
-        runtime.close('the measurement is over')
 
 
 def _load(served: Served, max_tokens: int | None) -> Load:

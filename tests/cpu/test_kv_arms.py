@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import pathlib
 from typing import Any
-
-import pytest
 
 from apache_beam_vllm_dynamo import _clients, _model_server
 from benchmarks import prefix_reuse_dataset, vllm_dynamo_kv_benchmark
@@ -16,19 +13,10 @@ from benchmarks._comparison import measure_reuse, read_output
 from benchmarks._run_figures import figures_of
 from benchmarks._token_counts import token_counter
 from benchmarks.prefix_reuse_dataset import Parameters
-from tools.small_model import FULL_DIRECTORY
+from tests.support.real_engines import MODEL, ON_REAL_ENGINES
 
-pytestmark = [
-    pytest.mark.cpu,
-    pytest.mark.timeout(400),
-    pytest.mark.usefixtures('nothing_left'),
-    pytest.mark.skipif(
-        importlib.util.find_spec('vllm') is None or not FULL_DIRECTORY.is_dir(),
-        reason='needs the CPU build of vLLM and the model: run `make test-cpu`',
-    ),
-]
+pytestmark = ON_REAL_ENGINES
 
-MODEL = str(FULL_DIRECTORY)
 RECORDS = 12
 PREFIX_TOKENS = 384  # three KV blocks of a CPU engine
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -21,20 +20,11 @@ from apache_beam_vllm_dynamo import (
     VLLMCompletionsModelHandler,
 )
 from tests.support.processes import wait_until
+from tests.support.real_engines import MODEL, ON_REAL_ENGINES
 from tests.support.stacks import metric, pids_of_children
-from tools.small_model import FULL_DIRECTORY
 
-pytestmark = [
-    pytest.mark.cpu,
-    pytest.mark.timeout(400),
-    pytest.mark.usefixtures('nothing_left'),
-    pytest.mark.skipif(
-        importlib.util.find_spec('vllm') is None or not FULL_DIRECTORY.is_dir(),
-        reason='needs the CPU build of vLLM and the model: run `make test-cpu`',
-    ),
-]
+pytestmark = ON_REAL_ENGINES
 
-MODEL = str(FULL_DIRECTORY)
 # float32: the CPU build of vLLM gives wrong text in bfloat16 without compilation.
 FLAGS: dict[str, Any] = {
     'dtype': 'float32',
