@@ -10,11 +10,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from apache_beam_vllm_dynamo._client import InferenceClient
+from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._loop import loop_thread
 from apache_beam_vllm_dynamo._responses import Failure
 from apache_beam_vllm_dynamo._retry import RequestLimits
@@ -146,9 +147,8 @@ def test_a_client_that_is_dropped_closes_itself(server: FakeServer) -> None:
     wait_until('the loop ends', lambda: loops() == 0)
 
 
-@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
-def test_a_forked_child_has_a_loop_of_its_own(client: InferenceClient, server: FakeServer) -> None:
-    assert texts(client.run(build('parent'))) == ['PARENT']
+def in_a_fork(does: Callable[[], bool]) -> bool:
+    """What ``does`` returned in a forked child; False, too, where it raised or hung."""
     child = os.fork()
     if child == 0:
         # The kernel ends it if it hangs: nothing else could.
@@ -156,12 +156,32 @@ def test_a_forked_child_has_a_loop_of_its_own(client: InferenceClient, server: F
         signal.alarm(20)
         status = 1
         with contextlib.suppress(BaseException):
-            status = 0 if texts(client.run(build('child'))) == ['CHILD'] else 2
-            client.close()
+            status = 0 if does() else 2
         os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+def test_a_forked_child_has_a_loop_of_its_own(client: InferenceClient, server: FakeServer) -> None:
+    def asks() -> bool:
+        with client:
+            return texts(client.run(build('child'))) == ['CHILD']
+
+    assert texts(client.run(build('parent'))) == ['PARENT']
+    assert in_a_fork(asks)
     assert texts(client.run(build('parent again'))) == ['PARENT AGAIN']
     assert 'child' in server.prompts
+
+
+@pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
+def test_a_child_forked_while_a_thread_makes_a_client_can_make_its_own() -> None:
+    def make() -> InferenceClient:
+        assert in_a_fork(lambda: client_for('another', lambda: of_the_fork) is of_the_fork)
+        return of_the_parent
+
+    of_the_fork = InferenceClient(lambda: '', WINDOW)
+    of_the_parent = InferenceClient(lambda: '', WINDOW)
+    assert client_for('one', make) is of_the_parent
 
 
 def test_a_process_that_ends_with_an_open_client_is_quiet(server: FakeServer) -> None:
