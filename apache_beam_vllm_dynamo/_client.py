@@ -8,6 +8,7 @@ in the order in which it came, or so that prompts which begin alike follow each 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import queue
@@ -19,7 +20,7 @@ from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from apache_beam_vllm_dynamo._dispatcher import Dispatcher, Job, JobGroup
-from apache_beam_vllm_dynamo._loop import loop_thread
+from apache_beam_vllm_dynamo._loop import loop_thread, max_connections
 from apache_beam_vllm_dynamo._request_queues import ArrivalQueue, PrefixQueue, RequestQueue
 from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Failure, Outcome
@@ -32,6 +33,8 @@ _LIVENESS_CHECK_S = 5.0
 # after a moment, whatever is first: late enough to cost little, soon enough that nobody waits.
 _CHUNKS = 8
 STREAM_PAUSE_S = 0.05
+
+_LOGGER = logging.getLogger(__name__)
 
 Token = TypeVar('Token')
 
@@ -63,6 +66,14 @@ class InferenceClient:
     ) -> None:
         if not is_whole_number(window) or window < 1:
             raise ConfigurationError(f'window is {window!r}: it must be a whole number from 1.')
+        if window > (connections := max_connections()):
+            _LOGGER.warning(
+                'Up to %d requests should be in flight, but this process may hold only %d '
+                'connections, half of the files that it may open: the engines will not be filled. '
+                'Raise the limit (ulimit -n), or set max_in_flight.',
+                window,
+                connections,
+            )
         self._endpoint = endpoint
         self._window = window
         self._limits = limits or RequestLimits()

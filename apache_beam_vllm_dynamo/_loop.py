@@ -131,13 +131,18 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-async def _new_session() -> aiohttp.ClientSession:
+def max_connections() -> int:
+    """How many connections the process may hold: half of the files that it may open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         soft = _MAX_CONNECTIONS
+    return max(16, min(int(soft * _DESCRIPTOR_SHARE), _MAX_CONNECTIONS))
+
+
+async def _new_session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(
-            limit=max(16, min(int(soft * _DESCRIPTOR_SHARE), _MAX_CONNECTIONS)),
+            limit=max_connections(),
             keepalive_timeout=IDLE_CONNECTION_S,
             ssl=False,  # the servers are on loopback; a TLS context would cost 20 ms
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 from typing import Any
 
@@ -37,6 +38,20 @@ def test_never_more_than_the_window_is_in_flight(
         assert texts(caller.wait()) == [f'{n}' for n in range(40)]
     assert server.most_in_flight == WINDOW
     assert server.connections <= WINDOW
+
+
+def test_a_window_of_more_than_the_connections_a_process_may_hold_is_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, 'getrlimit', lambda _: (256, 4096))
+    InferenceClient(lambda: '', 128)
+    assert not caplog.records
+    InferenceClient(lambda: '', 129)
+    (said,) = caplog.messages
+    assert said.startswith(
+        'Up to 129 requests should be in flight, but this process may hold only 128'
+    )
+    assert said.endswith('Raise the limit (ulimit -n), or set max_in_flight.')
 
 
 def test_connections_are_kept_for_the_next_batch(
