@@ -2,8 +2,9 @@
 
 Run as ``python -m benchmarks.prefix_locality [--loads A,C] [--quick] [--repeats N] [--json PATH]``.
 Each load is put to four simulated engines, in their own time, once for each arm and on a fresh
-stack each time; what an arm gains is told over ``rr_shuffled``, measured in the same run. Exits
-with 1 when something failed or, without ``--quick``, when a target was missed.
+stack each time; what an arm gains is told over ``rr_shuffled``, measured in the same run. PATH is
+written after each load, and keeps the loads that it holds already and that are not measured again.
+Exits with 1 when something failed or, without ``--quick``, when a target was missed.
 
 Arms: ``rr_shuffled`` is round-robin with the prompts as they come; ``kv`` the KV router with this
 package's defaults, prompts as they come; ``ordered`` that with what waits put in order (the
@@ -19,7 +20,6 @@ import logging
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures, prints and writes."""
     options = _parse(arguments)
     found: dict[str, dict[Arm, list[Measured]]] = {}
-    began = time.monotonic()
+    known = _loads_of(options.json)
     loads = {
         name: LOADS[name].reduced(QUICK_SHARE) if options.quick else LOADS[name]
         for name in options.loads
@@ -66,22 +66,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 measured = measure(arm, load, load.prompts(SEED + repeat))
                 found.setdefault(name, {}).setdefault(arm, []).append(measured)
                 _note(name, arm, load, measured)
-    report = {
-        'loads': {
-            name: {arm: summary(loads[name], runs) for arm, runs in arms.items()}
-            for name, arms in found.items()
-        },
-        'repeats': options.repeats,
-        'quick': options.quick,
-        'took_s': round(time.monotonic() - began, 1),
-    }
-    report['targets'] = targets = reached(report['loads'])
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=2) + '\n', encoding='utf-8')
-    _print(report['loads'], targets)
+            known[name] = {arm: summary(load, runs) for arm, runs in found[name].items()}
+            report = {'loads': known, 'targets': reached(known)}
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=2) + '\n', encoding='utf-8')
+    targets = reached(known)
+    _print(known, targets)
     failed = any(m.failed for arms in found.values() for runs in arms.values() for m in runs)
     missed = not options.quick and not all(target['reached'] for target in targets)
     return 1 if failed or missed else 0
+
+
+def _loads_of(path: pathlib.Path | None) -> dict[str, Any]:
+    """What an earlier run has left there."""
+    if path is None or not path.exists():
+        return {}
+    loads: dict[str, Any] = json.loads(path.read_text(encoding='utf-8'))['loads']
+    return loads
 
 
 def summary(load: Load, runs: Sequence[Measured]) -> dict[str, Any]:
@@ -129,7 +130,9 @@ def _target(what: str, value: float, bound: float, is_reached: bool) -> dict[str
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog='python -m benchmarks.prefix_locality')
-    parser.add_argument('--json', type=pathlib.Path, help='write the report there')
+    parser.add_argument(
+        '--json', type=pathlib.Path, help='write the report there; its other loads stay'
+    )
     parser.add_argument('--quick', action='store_true', help='half of the requests')
     parser.add_argument('--repeats', type=int, help='default 3; 1 with --quick')
     simulated = [name for name, load in LOADS.items() if load.engine_kind == 'simulated']

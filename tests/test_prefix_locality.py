@@ -86,11 +86,14 @@ def test_every_arm_answers_every_record(
     load = Load(4, 4, 256, 16, 2, 2_048, 4, workers=workers, engines=2, in_batches=batches)
     monkeypatch.setitem(LOADS, 'A', load)
     report = tmp_path / 'report.json'
+    report.write_text('{"loads": {"A": {}, "E": {}}}')  # of an earlier run
     arms = ARMS if workers == 1 else ('ordered', 'transform')
     prefix_locality.main(
         ['--loads', 'A', '--arms', ','.join(arms), '--repeats', '1', '--json', str(report)]
     )
-    rows = json.loads(report.read_text())['loads']['A']
+    loads = json.loads(report.read_text())['loads']
+    assert loads['E'] == {}
+    rows = loads['A']
     assert set(rows) == set(arms)
     assert {row['failed'] for row in rows.values()} == {0}
     assert {row['ceiling'] for row in rows.values()} == {round(0.75 * 256 / 272, 4)}
