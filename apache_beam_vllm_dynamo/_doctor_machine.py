@@ -26,8 +26,8 @@ from apache_beam_vllm_dynamo.errors import MissingDependencyError
 ETCD_TIMEOUT_S = 10.0  # it says its version within milliseconds
 SHM = Path('/dev/shm')  # noqa: S108 - where the ranks of an engine meet, by vLLM's choice
 SHM_BYTES = 1 << 30  # Docker gives 64 MiB, less than the ranks of one engine ask for
-# etcd reserves 123 MB for its log; the rest is sockets and small files.
-LEAST_DISK_BYTES = 256 << 20
+# etcd reserves 123 MB for its log at its start; the rest is sockets and small files.
+LEAST_DISK_BYTES = 128 << 20
 GOOD_DISK_BYTES = 1 << 30
 
 _LISTENS = '0A'  # a state in /proc/net/tcp

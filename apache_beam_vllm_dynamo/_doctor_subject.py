@@ -44,3 +44,8 @@ class Subject:
     def needs_gpus(self) -> bool:
         """Whether it is said to run on GPUs; vLLM's own server finds its device by itself."""
         return self.given and self.server == 'gpu'
+
+    def starts_etcd(self, env: Mapping[str, str]) -> bool:
+        """Whether an etcd is started beside the engines; ``env`` is that of the servers."""
+        external = env.get('ETCD_ENDPOINTS', '').strip()
+        return self.config is not None and self.config.discovery == 'etcd' and not external

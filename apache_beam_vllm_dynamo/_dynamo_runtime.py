@@ -22,10 +22,12 @@ from apache_beam_vllm_dynamo._addresses import (
 )
 from apache_beam_vllm_dynamo._commands import Command, Stack
 from apache_beam_vllm_dynamo._device_lock import devices_to_lock
+from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._external_etcd import ExternalEtcd
 from apache_beam_vllm_dynamo._model_server import ENGINE_REQUESTS
 from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
+from apache_beam_vllm_dynamo._preflight import preflight
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._readiness import await_engines, await_probe
 from apache_beam_vllm_dynamo._routing import RoutingWatch
@@ -119,6 +121,8 @@ class _DynamoLocalRuntime(SupervisedRuntime):
 
     def _bring_up(self, directory: Path, deadline: float) -> None:
         self._engines = []
+        subject = Subject(given=True, model_name=self._model_name, config=self._config)
+        preflight(subject, directory, chat_template=self._chat_template, env=self._base_env)
         stack = self._stack = self._plan(directory)
         helpers = self._start_helpers(stack, deadline)
         frontend = self._start_frontend_and_engines(stack, helpers)

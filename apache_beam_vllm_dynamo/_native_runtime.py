@@ -14,7 +14,9 @@ from apache_beam_vllm_dynamo import _probes
 from apache_beam_vllm_dynamo._addresses import LOOPBACK, free_ports
 from apache_beam_vllm_dynamo._commands import native_server_command
 from apache_beam_vllm_dynamo._device_lock import devices_to_lock
+from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._placement import look_up_topology
+from apache_beam_vllm_dynamo._preflight import preflight
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._readiness import await_probe
 from apache_beam_vllm_dynamo._service import ServiceSpec
@@ -88,6 +90,13 @@ class NativeVLLMRuntime(SupervisedRuntime):
         self._port = None
 
     def _bring_up(self, directory: Path, deadline: float) -> None:
+        subject = Subject(
+            given=True,
+            model_name=self._model_name,
+            config=None,
+            native_kwargs=self._server.vllm_server_kwargs,
+        )
+        preflight(subject, directory, chat_template=self._chat_template, env=self._base_env)
         template = self._write_template(directory)
         [port] = free_ports(1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,38 +10,38 @@ from apache_beam_vllm_dynamo._doctor_machine import check_disk
 from apache_beam_vllm_dynamo._doctor_model import check_model, check_template, look_up_model
 from apache_beam_vllm_dynamo._doctor_report import Result
 from apache_beam_vllm_dynamo._doctor_subject import Subject
-from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
 from apache_beam_vllm_dynamo.errors import StartError
 
 
 def preflight(
-    model_name: str,
-    config: DynamoRuntimeConfig,
+    subject: Subject,
+    directory: Path,
     *,
     chat_template: str | None,
     env: Mapping[str, str],
 ) -> None:
     """Finds what would only show after a model load, or as a start that never gets ready.
 
+    What cannot be told for sure from this machine, such as whether a model of the hub can be
+    fetched, is left to the servers.
+
     Args:
-      model_name: The model.
-      config: The engines and the router.
+      subject: What is to start; its model has a name.
+      directory: The private directory of the start.
       chat_template: The text of a chat template over the model's own, or ``None``.
       env: The environment of the servers.
 
     Raises:
-      StartError: The model cannot be served from this machine; the text says what to do.
+      StartError: It cannot be served from this machine; the text says what to do.
     """
-    subject = Subject(given=True, model_name=model_name, config=config)
-    files = look_up_model(model_name, env)
-    directory = Path(tempfile.gettempdir())
-    checks = [
-        check_disk(directory, shutil.disk_usage(directory).free),
-        check_model(subject, files, env),
-    ]
+    files = look_up_model(subject, env)
+    checks = [check_model(subject, files, env)]
     # Simulated engines are not given the template.
-    if chat_template is None or config.engine_kind == 'simulated':
+    if chat_template is None or subject.server == 'simulated':
         checks.append(check_template(subject, files))
+    if subject.starts_etcd(env):
+        # Of all that is started it alone asks for much at once.
+        checks.append(check_disk(directory, shutil.disk_usage(directory).free))
     for check in checks:
         if check.result is Result.FAILED:
             raise StartError(f'{check.name}: {check.found}. {check.mend}.')

@@ -99,7 +99,7 @@ def examine(subject: Subject, env: Mapping[str, str], *, build: bool = False) ->
     checks += _flags(subject, packages, env, build=build)
     if subject.config is not None:
         checks.append(check_etcd(subject.config, env))
-    model = look_up_model(subject.model_name, env) if subject.model_name else None
+    model = look_up_model(subject, env) if subject.model_name else None
     if not build:
         checks += _gpus(subject, packages, env, model.weights_bytes if model else None)
     checks += check_this_machine(subject, _ranks(subject))
