@@ -228,7 +228,7 @@ class _InferenceDoFn(beam.DoFn):
         stream, builder = self._stream, self._builder
         assert stream is not None
         assert builder is not None
-        example = element[1] if self._has_key(element) else element
+        example = _value_of(element) if self._has_key(element) else element
         request = builder.build(example)
         stream.put(request, _Asked(value, example, self._asked, request))
         self._asked += 1
@@ -249,7 +249,7 @@ class _InferenceDoFn(beam.DoFn):
         if self._load_ms is not None:
             self._handler.record_load(self._load_ms)
             self._load_ms = None
-        if self._failures and self._handler.on_error == 'raise':
+        if self._failures:
             raise InferenceFailedError(self._failures, self._asked)
 
     def teardown(self) -> None:
@@ -264,8 +264,10 @@ class _InferenceDoFn(beam.DoFn):
         self._handler.record_number(len(outcomes))
         results = []
         for asked, outcome in done:
-            if not isinstance(outcome, Answer):
+            if not isinstance(outcome, Answer) and self._handler.on_error == 'raise':
+                # What follows expects answers; told at the end, it is one error for all of them.
                 self._failures.append((asked.index, outcome.error))
+                continue
             result: Any = self._handler.result_of(asked.example, outcome)
             if self._has_key(asked.value.value):
                 result = (asked.value.value[0], result)
@@ -302,6 +304,17 @@ def _split(result: Any) -> Iterator[Any]:
         )
     failed = isinstance(prediction.inference, InferenceError)
     yield beam.pvalue.TaggedOutput('failed', result) if failed else result
+
+
+def _value_of(pair: Any) -> Any:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:  # noqa: PLR2004 - a pair
+        length = f' of {len(pair)}' if isinstance(pair, (tuple, list)) else ''
+        raise ConfigurationError(
+            f'An element is a {type(pair).__name__}{length}, but the handler is keyed: each must be '
+            'a pair of a key and what the model is asked about. Make pairs, or pass the handler '
+            'without its KeyedModelHandler.'
+        )
+    return pair[1]
 
 
 def _never(_: object) -> bool:

@@ -217,6 +217,13 @@ def test_a_handler_that_may_have_keys_goes_by_each_element(server: FakeServer) -
     assert (keyed[0], text(keyed[1])) == ('key', 'ONE')
 
 
+@pytest.mark.parametrize('element', ['ab', ('key', 'prompt', 'more'), 7])
+def test_a_keyed_handler_takes_pairs_alone(server: FakeServer, element: object) -> None:
+    with pytest.raises(Exception, match='each must be a pair of a key'):
+        run([element], LLMInference(KeyedModelHandler(on_server(server))))
+    assert server.prompts == []
+
+
 def test_functions_before_and_after_go_round_the_inference(server: FakeServer) -> None:
     handler: Any = (
         KeyedModelHandler(on_server(server))
@@ -256,6 +263,14 @@ def test_a_failed_element_fails_the_bundle_by_name_once_all_were_tried(
     ):
         run([*'abc', '[status=400] bad', *'defghijklmnopqrs', 'z'], LLMInference(on_server(server)))
     assert 'z' in server.prompts
+
+
+def test_a_failure_that_will_be_raised_reaches_no_transform_behind(server: FakeServer) -> None:
+    with pytest.raises(Exception, match=r'1 of 21 elements have no answer'):
+        run(['[status=400] bad', *map(str, range(20))], LLMInference(on_server(server)), ANSWERED)
+
+
+ANSWERED = beam.Map(lambda result: result.inference.choices[0].text)
 
 
 def test_a_failed_element_is_split_from_the_answers(server: FakeServer) -> None:
