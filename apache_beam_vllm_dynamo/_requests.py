@@ -10,9 +10,12 @@ import dataclasses
 import enum
 import json
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlencode
+
+import pydantic
 
 from apache_beam_vllm_dynamo.errors import ConfigurationError, ErrorKind, InferenceError
 from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, message_fields
@@ -22,7 +25,11 @@ from apache_beam_vllm_dynamo.messages import ChatRequest, CompletionRequest, mes
 DEFAULT_COMPLETION_MAX_TOKENS = 16
 # Dynamo refuses more choices for one request.
 DYNAMO_MAX_CHOICES = 128
-_SHOWN_CHARS = 80  # of a wrong value, which may be a whole prompt
+_SHOWN_CHARS = 80  # of a wrong value
+# Of these no error shows a value, for it may be a prompt or a key.
+_NEVER_SHOWN = frozenset(
+    {'arguments', 'extra_body', 'extra_headers', 'messages', 'prompt', 'suffix'}
+)
 
 
 class Endpoint(enum.StrEnum):
@@ -207,14 +214,29 @@ def _prompt(content: object, *, under_dynamo: bool) -> object:
     if not content:
         raise ConfigurationError('The list of token ids is empty: filter such elements out.')
     if set(map(type, content)) != {int}:
-        found = sorted({type(item).__name__ for item in content} - {'int'})
-        raise ConfigurationError(
-            f'A list of token ids holds {", ".join(found)}: it must hold integers alone. One '
-            'element is one prompt, so a list of strings must be several elements.'
-        )
+        content = _whole_numbers(content)
     if min(content) < 0:
         raise ConfigurationError(f'A token id is {min(content)}: ids start at 0.')
     return content if isinstance(content, list) else list(content)
+
+
+def _whole_numbers(items: Sequence[object]) -> list[int]:
+    numbers: list[int] = []
+    refused: set[str] = set()
+    for item in items:
+        try:  # NumPy's integers and a tensor's, too
+            numbers.append(operator.index(item))  # type: ignore[arg-type]  # it is being found out
+        except TypeError:
+            refused.add(type(item).__name__)
+        else:
+            if isinstance(item, bool):
+                refused.add('bool')
+    if refused:
+        raise ConfigurationError(
+            f'A list of token ids holds {", ".join(sorted(refused))}: it must hold integers alone. '
+            'One element is one prompt, so a list of strings must be several elements.'
+        )
+    return numbers
 
 
 def _messages(content: object) -> list[Mapping[str, Any]]:
@@ -244,19 +266,19 @@ def _message(message: object, index: int) -> Mapping[str, Any]:
 def _sort(arguments: Mapping[str, Any] | None, where: str) -> _Arguments:
     if arguments is None:
         return _Arguments({}, {}, {}, None)
-    _require_mapping(arguments, where)
+    _require_mapping(arguments, where, where)
     fields = dict(arguments)
     headers = fields.pop('extra_headers', None) or {}
     query = fields.pop('extra_query', None) or {}
     extra_body = fields.pop('extra_body', None) or {}
     timeout_s = _timeout(fields.pop('timeout'), where) if 'timeout' in fields else None
     for name, value in (('headers', headers), ('query', query), ('body', extra_body)):
-        _require_mapping(value, f'{where}[{"extra_" + name!r}]')
+        _require_mapping(value, f'{where}[{"extra_" + name!r}]', 'extra_' + name)
     _check_headers(headers, f"{where}['extra_headers']")
     for part, path in ((fields, where), (extra_body, f"{where}['extra_body']")):
         for name, mend in _OWNED.items():
             if name in part:
-                raise ConfigurationError(f'{path}[{name!r}] is {_shown(part[name])}: {mend}.')
+                raise ConfigurationError(f'{path}[{name!r}] is {_shown(part[name], name)}: {mend}.')
         if part.get('stream'):
             raise ConfigurationError(
                 f"{path}['stream'] is {_shown(part['stream'])}: an element has one answer; remove "
@@ -273,9 +295,9 @@ def _sort(arguments: Mapping[str, Any] | None, where: str) -> _Arguments:
     return _Arguments(fields, headers, query, timeout_s)
 
 
-def _require_mapping(value: object, path: str) -> None:
+def _require_mapping(value: object, path: str, name: str = '') -> None:
     if not isinstance(value, Mapping):
-        raise ConfigurationError(f'{path} is {_shown(value)}: it must be a dict.')
+        raise ConfigurationError(f'{path} is {_shown(value, name)}: it must be a dict.')
     for key in value:
         if not isinstance(key, str):
             raise ConfigurationError(f'{path} has the key {_shown(key)}: keys must be strings.')
@@ -313,7 +335,7 @@ def _check_together(fields: Mapping[str, Any], endpoint: Endpoint, *, under_dyna
     for name, mend in _UNKNOWN_TO_DYNAMO.items():
         value = fields.get(name)
         if value is not None and not any(value == harmless for harmless in _HARMLESS.get(name, ())):
-            raise ConfigurationError(f'{name!r} is {_shown(value)}: {mend}.')
+            raise ConfigurationError(f'{name!r} is {_shown(value, name)}: {mend}.')
     choices = fields.get('n')
     if isinstance(choices, int) and choices > 1:
         if fields.get('temperature') == 0:
@@ -370,6 +392,8 @@ def _find_in_container(value: object, path: str) -> str:
             if problem:
                 return problem
         return ''
+    if isinstance(value, pydantic.BaseModel):
+        return ''
     return (
         f'{path} is a {type(value).__name__}, which is not JSON: pass strings, numbers, booleans, '
         'lists and dicts.'
@@ -389,7 +413,9 @@ def _encode(body: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """Lets a mapping or a sequence of another class than dict and list be written."""
+    """Lets other classes than dict and list be written, those of the ``openai`` client too."""
+    if isinstance(value, pydantic.BaseModel):
+        return value.model_dump(mode='json', by_alias=True, exclude_unset=True)
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
@@ -397,6 +423,8 @@ def _plain(value: object) -> object:
     raise TypeError(f'{type(value).__name__} is not JSON')
 
 
-def _shown(value: object) -> str:
+def _shown(value: object, name: str = '') -> str:
+    if name in _NEVER_SHOWN or isinstance(value, (list, tuple)):
+        return f'a {type(value).__name__}'
     text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + '...'

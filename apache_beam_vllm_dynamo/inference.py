@@ -310,8 +310,8 @@ def _value_of(pair: Any) -> Any:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:  # noqa: PLR2004 - a pair
         length = f' of {len(pair)}' if isinstance(pair, (tuple, list)) else ''
         raise ConfigurationError(
-            f'An element is a {type(pair).__name__}{length}, but the handler is keyed: each must be '
-            'a pair of a key and what the model is asked about. Make pairs, or pass the handler '
+            f'An element is a {type(pair).__name__}{length}, but the handler is keyed: each must '
+            'be a pair of a key and what the model is asked about. Make pairs, or pass the handler '
             'without its KeyedModelHandler.'
         )
     return pair[1]

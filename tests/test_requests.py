@@ -70,7 +70,7 @@ def test_chat_has_no_default_of_its_own() -> None:
     }
 
 
-@pytest.mark.parametrize('ids', [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3])])
+@pytest.mark.parametrize('ids', [[1, 2, 3], (1, 2, 3), np.array([1, 2, 3]), [1, *np.array([2, 3])]])
 def test_token_ids_may_come_as_any_sequence_of_integers(ids: object) -> None:
     assert body_of(build(ids))['prompt'] == [1, 2, 3]
 
@@ -100,6 +100,20 @@ def test_messages_may_be_dicts_ours_beams_or_an_earlier_answers() -> None:
         {'role': 'assistant', 'content': 'yes'},
         {'role': 'user', 'content': 'why'},
     ]
+
+
+def test_the_calls_of_an_earlier_answer_are_sent_back_as_they_came() -> None:
+    call = {'id': '1', 'type': 'function', 'function': {'name': 'f', 'arguments': '{}'}}
+    answer = ChatCompletionMessage.model_validate(
+        {'role': 'assistant', 'content': None, 'tool_calls': [call]}
+    )
+    calls: Any = answer.tool_calls
+    again = OpenAIChatMessage('assistant', None, tool_calls=calls)
+    plain = {'role': 'assistant', 'content': None, 'tool_calls': calls}
+    assert (
+        body_of(build([again, plain, answer], endpoint=CHAT))['messages']
+        == [{'role': 'assistant', 'content': None, 'tool_calls': [call]}] * 3
+    )
 
 
 # Arguments.
@@ -198,7 +212,7 @@ BAD: list[tuple[Any, str]] = [
     ({'stream_options': {}}, r"\['stream_options'\]"),
     ({'extra_body': {'stream': True}}, r"inference_args\['extra_body'\]\['stream'\] is True"),
     ({'extra_body': {'model': 'x'}}, r"\['extra_body'\]\['model'\]"),
-    ({'extra_body': [1]}, r"\['extra_body'\] is \[1\]: it must be a dict"),
+    ({'extra_body': [1]}, r"\['extra_body'\] is a list: it must be a dict"),
     ({'temperature': math.nan}, r"\['temperature'\] is nan: JSON has no such number"),
     ({'stop': {'a'}}, r"\['stop'\] is a set, which is not JSON"),
     ({'extra_body': {'a': [0, {'b': b'x'}]}}, r"\['extra_body'\]\['a'\]\[1\]\['b'\] is a bytes"),
@@ -227,7 +241,7 @@ def test_arguments_that_cannot_work_are_refused_by_name(
 
 IGNORED_BY_DYNAMO: list[tuple[dict[str, Any], str]] = [
     ({'echo': True}, "'echo' is True: Dynamo ignores it silently"),
-    ({'suffix': 'end'}, "'suffix' is 'end': Dynamo ignores it silently"),
+    ({'suffix': 'end'}, "'suffix' is a str: Dynamo ignores it silently"),
     ({'best_of': 3}, "'best_of' is 3: Dynamo ignores it silently"),
     ({'extra_body': {'prompt_logprobs': 0}}, "'prompt_logprobs' is 0: Dynamo ignores it"),
     ({'extra_body': {'priority': 1}}, "'priority' is 1: Dynamo refuses it"),
@@ -252,11 +266,12 @@ def test_response_format_is_fine_for_chat_under_dynamo() -> None:
     validate_inference_args(arguments, CHAT, under_dynamo=True)
 
 
-def test_a_key_in_a_header_is_never_in_the_error() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        validate_inference_args(
-            {'extra_headers': {'Authorization': 'KEY\n'}}, CHAT, under_dynamo=True
-        )
+@pytest.mark.parametrize(
+    'headers', [{'Authorization': 'KEY\n'}, [('Authorization', 'KEY')], 'Authorization: KEY']
+)
+def test_a_key_in_a_header_is_never_in_the_error(headers: object) -> None:
+    with pytest.raises(ConfigurationError, match='extra_headers') as caught:
+        validate_inference_args({'extra_headers': headers}, CHAT, under_dynamo=True)
     assert 'KEY' not in str(caught.value)
 
 
@@ -272,13 +287,14 @@ BAD_PROMPTS: list[tuple[object, str]] = [
     (['a', 'b'], 'holds str'),
     ([1, True], 'holds bool'),
     ([1, 2.0], 'holds float'),
+    ([np.int64(1), np.float32(2), np.bool_(1)], 'holds bool, float32'),
     ([1, -1], 'A token id is -1'),
     ('\ud800', 'the prompt holds half of a surrogate pair'),
     (ChatRequest([{'role': 'user', 'content': 'a'}]), 'takes a CompletionRequest'),
     (CompletionRequest('a', {'model': 'x'}), "arguments['model'] is 'x'"),
     (CompletionRequest('a', {'temperature': math.inf}), "arguments['temperature'] is inf"),
     (CompletionRequest('a', {'echo': True}), "'echo' is True"),
-    (CompletionRequest('a', 3), 'arguments is 3'),  # type: ignore[arg-type]  # what it is about
+    (CompletionRequest('a', 3), 'arguments is a int'),  # type: ignore[arg-type]  # what it is about
 ]
 
 
@@ -322,6 +338,13 @@ def test_an_element_that_asks_for_two_equal_answers_is_refused_across_both_argum
 def test_the_native_server_decides_itself_about_an_empty_prompt() -> None:
     """Many tokenizers begin every prompt with a token of their own, so it is not empty there."""
     assert body_of(build('', under_dynamo=False))['prompt'] == ''
+
+
+@pytest.mark.parametrize('name', ['prompt', 'messages', 'suffix', 'extra_body'])
+def test_the_error_of_an_argument_does_not_show_what_may_be_a_prompt(name: str) -> None:
+    assert 'SECRET' not in refusal(CompletionRequest('a', {name: 'SECRET'})).message
+    by_mistake: Any = 'SECRET'
+    assert 'SECRET' not in refusal(CompletionRequest('a', by_mistake)).message
 
 
 def test_the_error_of_a_bad_element_does_not_show_its_prompt() -> None:
