@@ -98,15 +98,34 @@ def _construct(endpoint: Endpoint, body: bytes) -> Response:
         raise MalformedResponseError('the answer has no list of choices')
     for choice in choices:
         if not isinstance(choice, dict) or not _has_content(endpoint, choice):
-            raise MalformedResponseError('a choice of the answer has no text and no message')
-    if not isinstance(value.get('usage', {}), (dict, type(None))):
-        raise MalformedResponseError('the usage in the answer is no object')
+            raise MalformedResponseError(
+                'a choice of the answer has no text and no message, or an odd reason'
+            )
+    if not _is_usage(value.get('usage')):
+        raise MalformedResponseError('the usage in the answer holds no counts of tokens')
     if endpoint is Endpoint.CHAT:
         return ChatCompletion.construct(None, **value)
     return Completion.construct(None, **value)
 
 
+def _is_usage(usage: object) -> bool:
+    # What may be missing, but not be something else, for it is counted.
+    if usage is None:
+        return True
+    if not isinstance(usage, dict):
+        return False
+    details = usage.get('prompt_tokens_details')
+    if details is None:
+        details = {}
+    counts = (usage.get('prompt_tokens'), usage.get('completion_tokens'))
+    return isinstance(details, dict) and all(
+        count is None or type(count) is int for count in (*counts, details.get('cached_tokens'))
+    )
+
+
 def _has_content(endpoint: Endpoint, choice: dict[str, object]) -> bool:
+    if not isinstance(choice.get('finish_reason'), (str, type(None))):
+        return False
     if endpoint is Endpoint.CHAT:
         return isinstance(choice.get('message'), dict)
     return isinstance(choice.get('text'), str)

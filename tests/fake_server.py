@@ -51,6 +51,9 @@ BODIES: dict[str, tuple[int, str]] = {
     'wrong_shape': (200, '{"id": "cmpl-1", "answer": 42}'),
     'no_choices': (200, '{"id": "1", "object": "text_completion", "choices": []}'),
     'list': (200, '[]'),
+    'odd_usage': (200, '{"choices": [{"text": "a"}], "usage": {"prompt_tokens": "many"}}'),
+    'odd_reason': (200, '{"choices": [{"text": "a", "finish_reason": {"why": "length"}}]}'),
+    'bare': (200, '{"choices": [{"text": "a"}], "usage": {"prompt_tokens": 3}}'),
 }
 
 

@@ -295,6 +295,15 @@ def test_a_failed_element_is_split_from_the_answers(server: FakeServer) -> None:
     ]
 
 
+def test_an_answer_that_cannot_be_counted_fails_no_neighbour(server: FakeServer) -> None:
+    handler = on_server(server, on_error='return', max_retries=0)
+    elements = ['one', *(f'[body={name}]' for name in ('odd_usage', 'odd_reason', 'bare'))]
+    results, metrics = run(elements, RunInference(handler))
+    malformed = ErrorKind.MALFORMED_RESPONSE
+    assert [text(result) for result in results] == ['ONE', malformed, malformed, 'a']
+    assert metrics['prompt_tokens'] == 5 + 3
+
+
 def test_keyed_results_of_run_inference_are_split_too(server: FakeServer) -> None:
     handler: Any = KeyedModelHandler(on_server(server, on_error='return'))
     with beam.Pipeline(options=IN_PROCESS) as pipeline:

@@ -154,6 +154,8 @@ PASSING = [
     ('[body=wrong_shape,2]', RetryReason.MALFORMED),
     ('[body=no_choices,2]', RetryReason.MALFORMED),
     ('[body=list,2]', RetryReason.MALFORMED),
+    ('[body=odd_usage,2]', RetryReason.MALFORMED),
+    ('[body=odd_reason,2]', RetryReason.MALFORMED),
     ('[cut=2]', RetryReason.DISCONNECT),
     ('[half=2]', RetryReason.DISCONNECT),
 ]
