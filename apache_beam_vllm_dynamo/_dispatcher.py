@@ -141,6 +141,7 @@ class Dispatcher:
         self._suspects: collections.deque[Job] = collections.deque()
         self._suspect_in_flight: Job | None = None
         self._in_flight = 0
+        self._answered = 0
         self._groups: set[JobGroup] = set()
         self._warned_at = -_WARN_EVERY_S
 
@@ -383,6 +384,7 @@ class Dispatcher:
                 return self._answer(job, result, took_s)
             if isinstance(result, Refused):
                 return self._failure(job, result, took_s)
+            result = tries.judge(result, self._answered)
             wait_s = tries.wait_after(result, took_s, random.random)
             if wait_s is None:
                 return self._give_up(job, result, FINAL_KIND[result.reason], took_s)
@@ -396,6 +398,7 @@ class Dispatcher:
 
     def _answer(self, job: Job, response: Response, took_s: float) -> Answer:
         assert job.first_sent_at is not None
+        self._answered += 1
         return Answer(
             response,
             took_s,

@@ -14,7 +14,10 @@ Two limits, for two questions:
 
 Dynamo has one answer for "no engine is there" and "the engine that had your request died": a
 503 with the same body. The first comes at once, so a 503 that took longer than
-:data:`ENGINE_LOST_AFTER_S` is taken for the second and is counted.
+:data:`ENGINE_LOST_AFTER_S` is taken for the second and is counted. But a frontend that reads
+hundreds of long prompts at once is that slow for want of an engine, too, for as long as the only
+one loads its model again. So of several such answers to one element only those are counted
+between which the server has answered somebody: without an engine that could, none can die.
 
 ``element_timeout_s`` bounds both together.
 """
@@ -44,7 +47,8 @@ DEFAULT_EXCERPT_CHARS = 200
 
 # The gap after a start or a restart in which a model is not routed is about half a second.
 FIRST_BACKOFF_S = 0.1
-# A frontend without an engine answers within milliseconds, tens of them under load.
+# A frontend without an engine answers within milliseconds, tens of them under load; seconds only
+# where it has to read hundreds of long prompts first.
 ENGINE_LOST_AFTER_S = 1.0
 # An element should notice within seconds that the server is there again.
 MAX_BACKOFF_S = 8.0
@@ -279,6 +283,7 @@ class Tries:
     """
 
     __slots__ = (
+        '_answered',
         '_counted',
         '_limits',
         '_waited_s',
@@ -291,6 +296,7 @@ class Tries:
 
     def __init__(self, limits: RequestLimits) -> None:
         self._limits = limits
+        self._answered: int | None = None  # when it was last there as an engine died
         self._counted = 0
         self._waits = 0
         self._waited_s = 0.0
@@ -298,6 +304,20 @@ class Tries:
         self.deaths = 0
         self.retried: list[RetryReason] = []
         self.last: Again | None = None
+
+    def judge(self, again: Again, answered: int) -> Again:
+        """What the failure of the last attempt means beside those before it.
+
+        Args:
+          again: How it failed.
+          answered: How many requests the server has answered by now, whoever sent them.
+        """
+        if again.reason is not RetryReason.ENGINE_LOST:
+            return again
+        before, self._answered = self._answered, answered
+        if answered == before:
+            return dataclasses.replace(again, reason=RetryReason.UNAVAILABLE)
+        return again
 
     def wait_after(self, again: Again, took_s: float, random: Callable[[], float]) -> float | None:
         """How long to wait before the next attempt; ``None`` if there must be none.

@@ -305,3 +305,19 @@ def test_only_the_death_of_a_server_or_an_engine_makes_a_suspect() -> None:
     for reason in RetryReason:
         tries.wait_after(Again(reason, None, ''), 0.0, lambda: 1.0)
     assert tries.deaths == 2
+
+
+def test_an_engine_that_died_can_die_again_only_once_it_has_answered_somebody() -> None:
+    """Until then a late refusal comes of a frontend that is slow, and is waited out."""
+    tries = Tries(RequestLimits(max_retries=1))
+    lost = Again(RetryReason.ENGINE_LOST, 503, '')
+    judged = [tries.judge(lost, answered).reason for answered in (7, 7, 7, 8, 8)]
+    died, away = RetryReason.ENGINE_LOST, RetryReason.UNAVAILABLE
+    assert judged == [died, away, away, died, away]
+
+
+def test_nothing_but_a_late_refusal_is_judged_by_what_others_got() -> None:
+    tries = Tries(RequestLimits())
+    for reason in set(RetryReason) - {RetryReason.ENGINE_LOST}:
+        again = Again(reason, None, '')
+        assert [tries.judge(again, 0) for _ in range(3)] == [again] * 3

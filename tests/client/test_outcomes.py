@@ -9,6 +9,7 @@ from openai.types import Completion, CompletionChoice, CompletionUsage
 from openai.types.chat import ChatCompletion
 from openai.types.completion_usage import PromptTokensDetails
 
+from apache_beam_vllm_dynamo import _retry
 from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._requests import Endpoint, RequestBuilder
 from apache_beam_vllm_dynamo._responses import Answer
@@ -243,6 +244,19 @@ def test_an_element_that_kills_the_server_fails_alone(server: FakeServer) -> Non
     poison = failure(outcomes.pop(3))
     assert (poison.kind, poison.attempts) == (ErrorKind.ENGINE_DIED, 7)
     assert texts(outcomes) == [f'[SLEEP=0.2] {n}' for n in range(16)]
+
+
+def test_a_server_that_is_away_and_slow_to_say_so_uses_up_no_retries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_retry, 'ENGINE_LOST_AFTER_S', 0.01)
+    with (
+        FakeServer() as server,
+        InferenceClient(lambda: server.url, WINDOW, RequestLimits(max_retries=2)) as client,
+    ):
+        (outcome,) = client.run(build('[sleep=0.02] [status=503,6] one'))
+        assert text_of(outcome) == '[SLEEP=0.02] [STATUS=503,6] ONE'
+        assert outcome.retried == (RetryReason.ENGINE_LOST, *[RetryReason.UNAVAILABLE] * 5)
 
 
 # Deadlines.
