@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dataclasses
+import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterator
@@ -138,6 +139,26 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         assert target.exists(), path
         if anchor:
             assert anchor in documents.anchors(target), f'{path}#{anchor}'
+
+
+# Commands and files -----------------------------------------------------------------------------
+
+TARGETS = set(re.findall(r'^([a-z-]+):', (ROOT / 'Makefile').read_text(), re.MULTILINE))
+READERS_OWN = {'quick_start.py'}
+FILES_LIE_IN = (ROOT, ROOT / 'apache_beam_vllm_dynamo', ROOT / 'tests')
+OURS = ('apache_beam', 'apache_beam_vllm_dynamo', 'benchmarks', 'examples', 'tools')
+
+
+@pytest.mark.parametrize('page', documents.PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_and_files_that_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    for words in re.findall(r'(?:^|`)make ([a-z-]+(?: [a-z-]+)*)', text, re.MULTILINE):
+        assert set(words.split()) <= TARGETS, words
+    for module in re.findall(r'python -m ([\w.]+)', text):
+        if module.partition('.')[0] in OURS:
+            assert importlib.util.find_spec(module), module
+    for name in set(re.findall(r'`([\w/]+\.py)[` ]', text)) - READERS_OWN:
+        assert any((directory / name).exists() for directory in FILES_LIE_IN), name
 
 
 # Metrics ----------------------------------------------------------------------------------------
