@@ -120,8 +120,8 @@ class ErrorKind(enum.StrEnum):
     """Why one element has no answer.
 
     Attributes:
-      INVALID_REQUEST: ``'invalid_request'``: the element is none, or the server does not take the
-        request. It was not tried again.
+      INVALID_REQUEST: ``'invalid_request'``: the element is no request, or one that the server does
+        not take. It was not tried again.
       PROMPT_TOO_LONG: ``'prompt_too_long'``: prompt and ``max_tokens`` together are longer than
         the model's context. It was not tried again.
       OVERLOADED: ``'overloaded'``: the server had no place for it for ``max_wait_secs``.

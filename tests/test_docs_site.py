@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from apache_beam_vllm_dynamo._retry import DEFAULT_MAX_RETRIES, DEFAULT_MAX_WAIT_S
 from tools import docs_site
 
 
@@ -22,6 +23,13 @@ def test_a_page_from_elsewhere_has_links_from_where_it_lies() -> None:
     moved = '[a](source/containers/dataflow/constraints.txt)'
     assert docs_site.with_site_links('container.md', text) == moved
     assert docs_site.with_site_links('quickstart.md', '[a](docs/guide.md)') == '[a](guide.md)'
+
+
+def test_signatures_show_the_values_of_defaults() -> None:
+    html = '<span>DEFAULT_MAX_RETRIES</span>, <code>DEFAULT_MAX_WAIT_S</code> DEFAULT_OF_OTHERS'
+    assert docs_site.with_defaults(html) == (
+        f'<span>{DEFAULT_MAX_RETRIES}</span>, <code>{DEFAULT_MAX_WAIT_S}</code> DEFAULT_OF_OTHERS'
+    )
 
 
 def test_roles_of_docstrings_become_references() -> None:

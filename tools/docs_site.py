@@ -3,13 +3,15 @@
 The pages in docs/ are read in the repository too. There a link leads to any file, while a site
 has only what is in docs/: what is linked to is copied into it, and the link follows. Docstrings
 are written for ``help()`` in the dialect that Python's own are written in, of which Markdown
-does not know the roles and the ``::`` before an example.
+does not know the roles and the ``::`` before an example. A signature is shown with the values of
+its defaults, not with the names that the code has for them.
 
 MkDocs calls the functions whose names begin with ``on_``.
 """
 
 from __future__ import annotations
 
+import functools
 import posixpath
 import re
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ PAGES = {
 COPIES = 'source'  # where all other files lie in the site
 
 _LINK = re.compile(r'(?<=\]\()(?![a-z]+:|#)([^()\s#]+)')
+_DEFAULT = re.compile(r'^(DEFAULT_\w+) = ([\d.]+)\b', re.MULTILINE)
 _ROLE = re.compile(r':(?:class|data|func|meth|attr|mod):<code>(~?)([\w.]+)</code>')
 
 
@@ -82,6 +85,18 @@ def with_references(html: str) -> str:
     return html.replace('::</p>', ':</p>')
 
 
+@functools.cache
+def defaults() -> dict[str, str]:
+    """The numbers behind the names of defaults in signatures, as the code writes them."""
+    sources = (ROOT / 'apache_beam_vllm_dynamo').glob('*.py')
+    return dict(pair for path in sources for pair in _DEFAULT.findall(path.read_text()))
+
+
+def with_defaults(html: str) -> str:
+    """The page with numbers in place of the names of defaults."""
+    return re.sub(r'\bDEFAULT_\w+', lambda match: defaults().get(match[0], match[0]), html)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages from elsewhere, and all that pages link to."""
     from mkdocs.structure.files import File
@@ -109,4 +124,4 @@ def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
 
 def on_page_content(html: str, **_: object) -> str:
     """Mends the docstrings on a page."""
-    return with_references(html)
+    return with_defaults(with_references(html))
