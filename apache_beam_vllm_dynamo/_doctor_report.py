@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import enum
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self, TextIO
 
@@ -17,6 +18,8 @@ class Result(enum.StrEnum):
     WARNING = 'warning'
     FAILED = 'failed'
 
+
+LEAST_COLUMNS = 30  # of a text that goes on below its beginning; in fewer it falls apart
 
 _COLOURS = {Result.OK: '32', Result.WARNING: '33', Result.FAILED: '31;1'}
 
@@ -69,15 +72,17 @@ def exit_status(checks: Iterable[Check]) -> int:
     return int(any(check.result is Result.FAILED for check in checks))
 
 
-def table(checks: Sequence[Check], *, colour: bool) -> str:
+def table(checks: Sequence[Check], *, colour: bool, columns: int | None = None) -> str:
     """A line for each check, a line that sums them up, and the details below.
 
     Args:
       checks: In the order of the lines.
       colour: Whether results are coloured, for a terminal.
+      columns: How wide the terminal is, in which a long text goes on below its beginning;
+        and what to do on a line of its own; ``None`` where lines may have any length.
     """
     width = max((len(check.name) for check in checks), default=0)
-    lines = [_line(check, width, colour=colour) for check in checks]
+    lines = [_line(check, width, colour=colour, columns=columns) for check in checks]
     lines += ['', _sum(checks)]
     for check in checks:
         if check.details:
@@ -101,12 +106,19 @@ def gib(size_bytes: float) -> str:
     return f'{size_bytes / 2**30:.1f} GiB'
 
 
-def _line(check: Check, width: int, *, colour: bool) -> str:
+def _line(check: Check, width: int, *, colour: bool, columns: int | None) -> str:
     # Padded before it is coloured: a terminal does not show the codes.
     result = f'{check.result:<{len(Result.WARNING)}}'
     if colour:
         result = f'\x1b[{_COLOURS[check.result]}m{result}\x1b[0m'
     text = f'{check.found}. {check.mend}' if check.mend else check.found
+    indent = width + len(Result.WARNING) + 4
+    if columns is not None and LEAST_COLUMNS <= columns - indent < len(text):
+        wrap = textwrap.TextWrapper(
+            columns - indent, break_long_words=False, break_on_hyphens=False
+        ).wrap
+        # What to do begins a line, so that a command stays whole where it can.
+        text = f'\n{" " * indent}'.join([*wrap(check.found), *wrap(check.mend)])
     return f'{check.name:<{width}}  {result}  {text}'
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 
@@ -78,9 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     checks += examine(subject, env, build=args.build)
     if args.start:
         checks.append(try_start(subject, env))
-    print(
-        to_json(checks) if args.json else table(checks, colour=wants_colour(sys.stdout, os.environ))
-    )
+    if args.json:
+        print(to_json(checks))
+    else:
+        columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        print(table(checks, colour=wants_colour(sys.stdout, os.environ), columns=columns))
     return exit_status(checks)
 
 

@@ -387,6 +387,22 @@ def test_the_table_has_a_line_for_each_check_and_its_details_below() -> None:
     assert exit_status(checks[:2]) == 0
 
 
+def test_in_a_terminal_a_long_text_goes_on_below_its_beginning() -> None:
+    """What to do begins a line; where there is no room at all, lines are left as they are."""
+    checks = [
+        Check.ok('etcd', '3.5.1'),
+        Check.warning('vLLM', 'simulated engines alone can run here', "Run pip install 'vllm'"),
+    ]
+    assert table(checks, colour=False, columns=50).splitlines()[:4] == [
+        'etcd  ok       3.5.1',
+        'vLLM  warning  simulated engines alone can run',
+        '               here',
+        "               Run pip install 'vllm'",
+    ]
+    narrow = table(checks, colour=False, columns=40)
+    assert narrow == table(checks, colour=False, columns=200) == table(checks, colour=False)
+
+
 @pytest.mark.parametrize(
     ('text', 'said'),
     [('[1]', 'must hold the arguments'), ('{', 'neither JSON nor YAML'), (None, 'cannot be read')],
