@@ -21,10 +21,13 @@ CONTAINER = ROOT / 'containers' / 'dataflow'
 DOCKERFILE = (CONTAINER / 'Dockerfile').read_text()
 PYPROJECT = tomllib.loads((ROOT / 'pyproject.toml').read_text())
 PAGES = [
-    ROOT / 'README.md',
+    *sorted(ROOT.glob('*.md')),
     *sorted((ROOT / 'docs').glob('**/*.md')),
     CONTAINER / 'README.md',
     ROOT / 'tox.ini',
+    # What an error says is to be installed, and what the tests run on.
+    ROOT / 'apache_beam_vllm_dynamo' / '_diagnosis.py',
+    ROOT / 'tools' / 'environment.py',
 ]
 
 
@@ -119,7 +122,7 @@ def test_no_page_names_another_version(page: Path) -> None:
         r'apache-beam(?:\[\w+\])?==([\d.]*\d)': {beam},
         r'beam_python([\d.]+)_sdk': {python},
         r'beam_python[\d.]+_sdk:([\d.]*\d)': {beam},
-        r'ai-dynamo(?:\[\w+\])?==([\d.]*\d)': {argument('DYNAMO_VERSION')},
+        r'ai-dynamo(?:-runtime)?(?:\[\w+\])?==([\d.]*\d)': {argument('DYNAMO_VERSION')},
         r'nvidia/cuda:(\S+?)[`\s]': set(
             re.findall(r'^FROM nvidia/cuda:(\S+)$', DOCKERFILE, re.MULTILINE)
         ),
