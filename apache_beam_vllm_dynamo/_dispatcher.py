@@ -33,7 +33,7 @@ _LOGGER = logging.getLogger(__name__)
 # An element that was there so often when a server or an engine died is a suspect: it is sent
 # only while no other suspect is. One poisoned element that kills again and again takes with it
 # every request in flight, and without this the innocent would run out of retries with it.
-SUSPECT_AFTER = 3
+SUSPECT_AFTER = 2
 # A job that stands still says why, but not once for every element.
 _WARN_EVERY_S = 60.0
 # At the beginning of a bundle nothing is in flight and few requests are there to choose from; sent

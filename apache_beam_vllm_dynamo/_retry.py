@@ -10,7 +10,8 @@ Two limits, for two questions:
 * *Is it this element?* Another answer of 5xx, a connection that broke with the request under
   way, an answer that cannot be read and an attempt that timed out happened *to this element*
   while the server was there. ``max_retries`` counts them, because the element itself may be
-  what kills the engine, and it must not do so for ever.
+  what kills the engine, and it must not do so for ever: it has :data:`MAX_DEATHS` of them, for
+after a few more the supervisor gives the whole server up.
 
 Dynamo has one answer for "no engine is there" and "the engine that had your request died": a
 503 with the same body. The first comes at once, so a 503 that took longer than
@@ -52,6 +53,9 @@ FIRST_BACKOFF_S = 0.1
 ENGINE_LOST_AFTER_S = 1.0
 # An element should notice within seconds that the server is there again.
 MAX_BACKOFF_S = 8.0
+# With how many deaths of a server or an engine an element is given up: fewer than the supervisor
+# answers with a restart, so that the element ends before its server does.
+MAX_DEATHS = 4
 # Without an end 2 ** attempts overflows a float after a thousand waits.
 _MAX_DOUBLINGS = 16
 
@@ -65,7 +69,8 @@ class RequestLimits:
       element_timeout_s: Bound of all attempts of an element and the waits between them, in
         seconds, from its first sending on; the time in the queue before is not counted.
       max_wait_s: How many seconds an element may lose to a server that is overloaded or away.
-      max_retries: How many failures of its own an element is sent again after.
+      max_retries: How many failures of its own an element is sent again after; of those in
+        which a server or an engine died, at most ``MAX_DEATHS - 1``.
       excerpt_chars: How much of a server's error message is kept; 0 keeps nothing, for
         servers that repeat the prompt in it.
 
@@ -340,7 +345,7 @@ class Tries:
             return wait_s
         self._counted += 1
         self.deaths += again.reason in DEATHS
-        if self._counted > self._limits.max_retries:
+        if self._counted > self._limits.max_retries or self.deaths >= MAX_DEATHS:
             return None
         return backoff_s(self._counted, again.retry_after_s, random)
 

@@ -59,7 +59,8 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
       order_by_prefix: Send what waits for a place so that prompts which begin alike follow each
         other, instead of in the order in which it came. The order of results stays.
       max_retries: How often an element is sent again after failures of its own, such as a
-        malformed response; 6 unless given. 0 sends each once.
+        malformed response; 6 unless given. 0 sends each once. After three deaths of its server
+        or engine it is sent once more at most, however large this is.
       max_wait_secs: How long an element waits for a server that is overloaded or away, in
         seconds, in all; 600 unless given.
       request_timeout_secs: How long one attempt may take, in seconds; 600 unless given.

@@ -23,6 +23,7 @@ from apache_beam_vllm_dynamo._retry import (
     classify,
     retry_after_s,
 )
+from apache_beam_vllm_dynamo._service import RESTART_POLICY
 from apache_beam_vllm_dynamo.errors import ConfigurationError, ErrorKind
 from tests.fake_server import DYNAMO_TOO_LONG, VLLM_TOO_LONG
 
@@ -298,6 +299,12 @@ def test_a_server_may_ask_for_no_more_than_the_total_time() -> None:
     again = Again(RetryReason.OVERLOADED, 429, '', retry_after_s=3600)
     assert tries.wait_after(again, 0.0, lambda: 1.0) == 5
     assert tries.wait_after(again, 0.0, lambda: 1.0) is None
+
+
+def test_an_element_that_kills_its_server_ends_before_the_server_is_given_up() -> None:
+    deaths = [RetryReason.DISCONNECT, RetryReason.ENGINE_LOST] * 2
+    assert waits(RequestLimits(max_retries=100), deaths)[2:] == [0.4, None]
+    assert len(deaths) < RESTART_POLICY.max_consecutive_failures
 
 
 def test_only_the_death_of_a_server_or_an_engine_makes_a_suspect() -> None:

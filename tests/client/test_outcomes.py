@@ -242,7 +242,7 @@ def test_an_element_that_kills_the_server_fails_alone(server: FakeServer) -> Non
     with InferenceClient(lambda: server.url, WINDOW, limits) as client:
         outcomes = client.run(build(*elements))
     poison = failure(outcomes.pop(3))
-    assert (poison.kind, poison.attempts) == (ErrorKind.ENGINE_DIED, 7)
+    assert (poison.kind, poison.attempts) == (ErrorKind.ENGINE_DIED, 4)
     assert texts(outcomes) == [f'[SLEEP=0.2] {n}' for n in range(16)]
 
 
