@@ -66,7 +66,8 @@ class InferenceClient:
     ) -> None:
         if not is_whole_number(window) or window < 1:
             raise ConfigurationError(f'window is {window!r}: it must be a whole number from 1.')
-        if window > (connections := max_connections()):
+        connections = max_connections()
+        if window > connections:
             _LOGGER.warning(
                 'Up to %d requests should be in flight, but this process may hold only %d '
                 'connections, half of the files that it may open: the engines will not be filled. '
@@ -75,7 +76,8 @@ class InferenceClient:
                 connections,
             )
         self._endpoint = endpoint
-        self._window = window
+        # A request that waited for a connection would spend its own time on that.
+        self._window = min(window, connections)
         self._limits = limits or RequestLimits()
         self._open_prefixes = open_prefixes
         self._dispatchers: dict[int, Dispatcher] = {}

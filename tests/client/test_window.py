@@ -54,6 +54,17 @@ def test_a_window_of_more_than_the_connections_a_process_may_hold_is_said_once(
     assert said.endswith('Raise the limit (ulimit -n), or set max_in_flight.')
 
 
+def test_no_request_spends_its_time_on_the_wait_for_a_connection(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, 'getrlimit', lambda _: (32, 4096))
+    server.latency_s = 0.2
+    limits = RequestLimits(request_timeout_s=0.5, max_retries=0)
+    with InferenceClient(lambda: server.url, 64, limits) as client:
+        outcomes = client.run(build(*map(str, range(64))))
+    assert texts(outcomes) == [*map(str, range(64))]
+
+
 def test_connections_are_kept_for_the_next_batch(
     client: InferenceClient, server: FakeServer
 ) -> None:
