@@ -158,7 +158,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """
         builder = self.request_builder(inference_args)
         requests = [builder.build(element) for element in batch]
-        outcomes = self.client_for(model).run(requests)
+        outcomes = self.client_for(model).run(requests, self._limits)
         self.record_outcomes(requests, outcomes)
         self.end_bundle(model)
         failures = [
@@ -199,6 +199,11 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
     def on_error(self) -> OnError:
         """What becomes of an element without an answer."""
         return self._on_error
+
+    @property
+    def limits(self) -> RequestLimits:
+        """How long and how often an element is tried, whoever shares the server."""
+        return self._limits
 
     def request_builder(self, inference_args: dict[str, Any] | None) -> RequestBuilder:
         """What makes requests of elements."""
@@ -267,7 +272,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
     def _new_client(self, model: _VLLMModelServer) -> InferenceClient:
         window = self._max_in_flight or model.window()
         open_prefixes = model.kv_caches() if self._order_by_prefix else 0
-        return InferenceClient(model.endpoint, window, self._limits, open_prefixes=open_prefixes)
+        return InferenceClient(model.endpoint, window, open_prefixes=open_prefixes)
 
     def _expected_window(self) -> int:
         """The window, as far as it is known before a worker has counted its devices."""

@@ -48,7 +48,7 @@ class InferenceClient:
         connection failed, because a server that was started again may have another port. It
         may block. What it raises ends all requests that wait, and their callers raise it.
       window: How many requests may be in flight at once, over all callers.
-      limits: How long and how often one element is tried.
+      limits: How long and how often one element is tried, unless the caller has limits of its own.
       open_prefixes: From how many prefixes at once requests are sent, one for each engine; 0
         for the order in which they came.
 
@@ -91,11 +91,17 @@ class InferenceClient:
         """How many requests may be in flight at once."""
         return self._window
 
-    def run(self, requests: Sequence[PreparedRequest | InferenceError]) -> list[Outcome]:
+    def run(
+        self,
+        requests: Sequence[PreparedRequest | InferenceError],
+        limits: RequestLimits | None = None,
+    ) -> list[Outcome]:
         """Sends all requests and waits until each has its outcome.
 
-        An :class:`InferenceError` among them, which a :class:`RequestBuilder` returns for an
-        element that cannot be sent, becomes a :class:`Failure` in its place.
+        Args:
+          requests: An :class:`InferenceError` among them, which a :class:`RequestBuilder` returns
+            for an element that cannot be sent, becomes a :class:`Failure` in its place.
+          limits: How long and how often each of them is tried; the client's own by default.
 
         Returns:
           The outcomes, in the order of the requests.
@@ -106,11 +112,12 @@ class InferenceClient:
         """
         batch = _Batch(len(requests))
         jobs = []
+        limits = limits or self._limits
         for index, request in enumerate(requests):
             if isinstance(request, InferenceError):
                 batch.outcomes[index] = _unsent(request)
             else:
-                jobs.append(Job(request, batch, index, self._limits))
+                jobs.append(Job(request, batch, index, limits))
         if jobs:
             batch.remaining = len(jobs)
             dispatcher = self._dispatcher()
@@ -131,6 +138,7 @@ class InferenceClient:
         max_waiting_bytes: float = math.inf,
         *,
         max_pending_to_order: int | None = None,
+        limits: RequestLimits | None = None,
     ) -> RequestStream[Any]:
         """Opens a stream, for a caller whose requests come one by one.
 
@@ -140,11 +148,13 @@ class InferenceClient:
           max_waiting_bytes: How large those may be that wait for a place in the window, with
             those of all others that use this client.
           max_pending_to_order: How many it may be where the order of prefixes gains by it.
+          limits: As for :meth:`run`.
         """
         if max_pending < 1:
             raise ConfigurationError(f'max_pending is {max_pending!r}: it must be at least 1.')
         most = max(max_pending, max_pending_to_order or 0)
-        return RequestStream(self._dispatcher(), max_pending, most, max_waiting_bytes, self._limits)
+        limits = limits or self._limits
+        return RequestStream(self._dispatcher(), max_pending, most, max_waiting_bytes, limits)
 
     def close(self) -> None:
         """Ends the client; callers that still wait raise :class:`RuntimeFailedError`.
@@ -178,9 +188,7 @@ class InferenceClient:
             dispatcher.close()
             dispatcher = None
         if dispatcher is None:
-            new = Dispatcher(
-                loop_thread(), self._endpoint, self._window, self._limits, self._queue()
-            )
+            new = Dispatcher(loop_thread(), self._endpoint, self._window, self._queue())
             dispatcher = self._dispatchers.setdefault(pid, new)
             if dispatcher is new:
                 weakref.finalize(self, _close_later, dispatcher).atexit = False

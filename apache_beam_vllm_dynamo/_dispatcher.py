@@ -77,7 +77,16 @@ class JobGroup:
 class Job:
     """One request on its way to an outcome."""
 
-    __slots__ = ('first_sent_at', 'group', 'handle', 'key', 'queued_at', 'request', 'tries')
+    __slots__ = (
+        'first_sent_at',
+        'group',
+        'handle',
+        'key',
+        'limits',
+        'queued_at',
+        'request',
+        'tries',
+    )
 
     def __init__(
         self, request: PreparedRequest, group: JobGroup, key: object, limits: RequestLimits
@@ -87,6 +96,7 @@ class Job:
         self.key = key
         self.queued_at = time.monotonic()
         self.first_sent_at: float | None = None
+        self.limits = limits
         self.tries = Tries(limits)
         self.handle: asyncio.Task[Outcome | float] | asyncio.TimerHandle | None = None
 
@@ -106,7 +116,6 @@ class Dispatcher:
       thread: The loop.
       endpoint: Gives the base URL of the server.
       window: How many requests may be in flight at once.
-      limits: How long and how often one element is tried.
       queue: The order in which they are sent.
     """
 
@@ -115,13 +124,11 @@ class Dispatcher:
         thread: LoopThread,
         endpoint: Callable[[], str],
         window: int,
-        limits: RequestLimits,
         queue: RequestQueue[Job],
     ) -> None:
         self._pid = os.getpid()
         self._thread = thread
         self._window = window
-        self._limits = limits
         self._sender = Sender(thread, endpoint, self._fail_all)
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -362,7 +369,7 @@ class Dispatcher:
           The outcome, or in how many seconds the job wants its place again.
         """
         now = time.monotonic
-        limits = self._limits
+        limits = job.limits
         assert job.first_sent_at is not None
         deadline = job.first_sent_at + limits.element_timeout_s
         tries = job.tries

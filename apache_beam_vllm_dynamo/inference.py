@@ -218,7 +218,10 @@ class _InferenceDoFn(beam.DoFn):
         assert self._model is not None
         self._client = client = self._handler.client_for(self._model)
         self._stream = client.stream(
-            PENDING_WINDOWS * client.window, WAITING_BYTES, max_pending_to_order=PENDING_TO_ORDER
+            PENDING_WINDOWS * client.window,
+            WAITING_BYTES,
+            max_pending_to_order=PENDING_TO_ORDER,
+            limits=self._handler.limits,
         )
 
     def process(

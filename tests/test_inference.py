@@ -341,6 +341,19 @@ def test_transforms_of_one_identifier_share_a_server() -> None:
     assert sum(m.committed.count for m in metrics['distributions']) == 1
 
 
+@pytest.mark.parametrize('transform', [RunInference, LLMInference])
+def test_each_handler_of_a_shared_server_keeps_its_own_limits(
+    server: FakeServer, transform: Any
+) -> None:
+    talkative = on_server(server, on_error='return')
+    discreet = OnServerHandler('model', use_dynamo=True, on_error='return', error_excerpt_chars=0)
+    elements = ['[status=400] SECRET']
+    [told], _ = run(elements, transform(talkative, model_identifier=server.url))
+    [kept], _ = run(elements, transform(discreet, model_identifier=server.url))
+    assert 'SECRET' in told.inference.message
+    assert 'SECRET' not in kept.inference.message
+
+
 @pytest.mark.parametrize(
     ('handler', 'mend'),
     [
