@@ -21,16 +21,22 @@ class Diagnosis:
       cause: A short name of it.
       hint: What to do about it, a sentence or two.
       retry: Whether another start can help: never, with other addresses, or at all.
+      lives_on: Whether a process with this cause lives, and never serves.
     """
 
     cause: str
     hint: str
     retry: Literal['never', 'other_addresses', 'yes'] = 'never'
+    lives_on: bool = False
 
 
 # How Dynamo, vLLM, uvicorn, etcd and the modules logging and warnings begin a line that tells
 # of no failure. Such lines name causes that were overcome: an optional module that is not
-# there, a hub that did not answer although the model was at hand.
+# there, a hub that did not answer although the model was at hand. The frontend is the exception: it
+# tries for ever, with a warning each time, what cannot come to work.
+_FAILURE_ALL_THE_SAME = re.compile(
+    r'chat_template field is required|MDC does not contain a prompt formatter'
+)
 _NO_FAILURE = re.compile(
     r'(?:\x1b\[[\d;]*m|\([^)]*\)|\d{4}-\d\d-\d\dT\S+|\s)*(?:TRACE|DEBUG|INFO|WARN|WARNING)\b'
     r'|\{.*"level":\s*"(?:trace|debug|info|warn|warning)"'
@@ -41,7 +47,7 @@ _NO_FAILURE = re.compile(
 UNKNOWN = Diagnosis('unknown', '', 'yes')
 
 # The first that matches wins: an engine out of memory also writes of many other things.
-_KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
+KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
     (re.compile('|'.join(patterns), re.IGNORECASE), diagnosis)
     for patterns, diagnosis in (
         (
@@ -69,6 +75,16 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
                 'The worker has too little memory for it. Set gpu-memory-utilization lower (on CPU '
                 'engines it means main memory), or VLLM_CPU_KVCACHE_SPACE (GiB) in env; or use '
                 'fewer engines or a larger machine.',
+            ),
+        ),
+        (
+            (_FAILURE_ALL_THE_SAME.pattern,),
+            Diagnosis(
+                'no chat template',
+                'Dynamo serves no model without a chat template, not even for prompts. Put a '
+                'chat_template.jinja beside tokenizer_config.json in the directory of the model, '
+                'or use the chat handler with a chat_template_path.',
+                lives_on=True,
             ),
         ),
         (
@@ -152,8 +168,12 @@ _KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
 
 def diagnose(log_tail: Sequence[str]) -> Diagnosis:
     """The first known cause that the log names, or :data:`UNKNOWN`."""
-    text = '\n'.join(line for line in log_tail if not _NO_FAILURE.match(line))
-    for pattern, diagnosis in _KNOWN:
+    text = '\n'.join(
+        line
+        for line in log_tail
+        if not _NO_FAILURE.match(line) or _FAILURE_ALL_THE_SAME.search(line)
+    )
+    for pattern, diagnosis in KNOWN:
         if pattern.search(text):
             return diagnosis
     return UNKNOWN

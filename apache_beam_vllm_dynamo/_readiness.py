@@ -32,7 +32,7 @@ def await_probe(
       total_s: How long the whole start was given, in seconds; for the error.
 
     Raises:
-      ChildExitedError: One of ``needed`` ended.
+      ChildExitedError: One of ``needed`` ended, or ``service`` says why it will never serve.
       StartTimeoutError: It does not serve in time.
     """
     # A probe may hold a whole request, in which what is needed can end and the time run out.
@@ -49,6 +49,8 @@ def await_probe(
                     service.came_up()
                     return
                 found = str(answer)
+                if service.is_hopeless():
+                    raise _given_up(service, 'it would never serve')
                 asking = prober.submit(service.spec.probe, PROBE_TIMEOUT_S)
             if time.monotonic() > deadline:
                 raise StartTimeoutError(total_s, expected, found, service.log_tail(TAIL_LINES))
@@ -79,7 +81,7 @@ def await_engines(
                 waited = time.monotonic() - started
                 _LOGGER.info('%s ready after %.0f s', engine.spec.label, waited)
             elif engine.lost_its_port():
-                raise _could_not_listen(engine)
+                raise _given_up(engine, 'it could not listen')
         if not waiting:
             return
         now = time.monotonic()
@@ -95,9 +97,10 @@ def await_engines(
         time.sleep(POLL_INTERVAL_S)
 
 
-def _could_not_listen(engine: Service) -> ChildExitedError:
-    tail = engine.log_tail()
-    return ChildExitedError(engine.spec.label, 'it could not listen', tail, diagnose(tail).hint)
+def _given_up(service: Service, why: str) -> ChildExitedError:
+    """The error for one that lives, and is ended with all others."""
+    tail = service.log_tail()
+    return ChildExitedError(service.spec.label, why, tail, diagnose(tail).hint)
 
 
 def with_free_addresses(start_once: Callable[[], None]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from apache_beam_vllm_dynamo._diagnosis import diagnose
+from apache_beam_vllm_dynamo._diagnosis import UNKNOWN, Diagnosis, diagnose
 from apache_beam_vllm_dynamo._marker import cpu_ticks
 from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
 from apache_beam_vllm_dynamo._restart import (
@@ -203,11 +203,18 @@ class Service:
 
         An engine whose health port is taken says so, lives on and never becomes healthy.
         """
+        return self._look_at_log().retry == 'other_addresses'
+
+    def is_hopeless(self) -> bool:
+        """Whether its log says that it will never serve; looks at most once a second."""
+        return self._look_at_log().lives_on
+
+    def _look_at_log(self) -> Diagnosis:
         now = self._clock()
         if now < self._next_log_look_at:
-            return False
+            return UNKNOWN
         self._next_log_look_at = now + LOG_LOOK_INTERVAL_S
-        return diagnose(self.log_tail()).retry == 'other_addresses'
+        return diagnose(self.log_tail())
 
     def came_up(self) -> None:
         """Notes that it serves from now on."""

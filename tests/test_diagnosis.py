@@ -133,6 +133,18 @@ address protocol=HTTP address=127.0.0.1:21998 error=Address already in use (os e
         'unknown flag',
         '__main__.py: error: argument --router-mode: expected one argument',
     ),
+    'frontend, a model without a chat template': (
+        'no chat template',
+        ('2026-11-30T05:55:46Z  WARN dynamo_llm::discovery::controller: Model materialization '
+        'failed; scheduling retry error="chat_template field is required in the '
+        'tokenizer_config.json file"'),
+    ),
+    'frontend, a model without the file that would have it': (
+        'no chat template',
+        ('2026-11-30T05:55:46Z  WARN dynamo_llm::discovery::controller: Model materialization '
+        'failed; scheduling retry error="prompt_formatter_from_mdc: MDC does not '
+        'contain a prompt formatter"'),
+    ),
     'Dynamo is not installed': (
         'package not installed',
         ("/venv/bin/python: Error while finding module specification for 'dynamo.vllm' "
@@ -302,6 +314,7 @@ def test_only_what_can_change_is_tried_again(cause: str) -> None:
         ('model not found', ['model_name', 'HF_TOKEN']),
         ('too few GPUs', ["engine_kind='cpu'", 'driver']),
         ('disk full', ['larger']),
+        ('no chat template', ['chat_template.jinja', 'chat_template_path']),
         ('etcd not reachable', ['ETCD_ENDPOINTS']),
         ('setting refused', ['vllm_server_kwargs']),
     ],

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from apache_beam_vllm_dynamo import StartError
+from apache_beam_vllm_dynamo import ChildExitedError, StartError
 from apache_beam_vllm_dynamo._config_mapping import handler_from_mapping
 from apache_beam_vllm_dynamo._doctor_file import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_model import (
@@ -27,8 +27,9 @@ from apache_beam_vllm_dynamo._doctor_model import (
 from apache_beam_vllm_dynamo._doctor_report import Check
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._doctor_trial import try_start, write_model
+from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._preflight import preflight
-from tests.support.stacks import MODEL
+from tests.support.stacks import MODEL, simulated
 
 GPUS = {'num_engines': 1}
 SIMULATED = {'num_engines': 1, 'engine_kind': 'simulated'}
@@ -288,6 +289,19 @@ def test_a_runtime_looks_before_it_starts_anything(
     )
     with pytest.raises(StartError, match=r'^model: .*missing: it is no directory'):
         handler.load_model()
+
+
+@pytest.mark.usefixtures('nothing_left')
+def test_a_start_ends_when_the_frontend_says_that_it_will_never_serve(model: Path) -> None:
+    """Of a model for which Dynamo makes no prompts; the engine is healthy, and nothing exits."""
+    drop_template(model)
+    (model / 'tokenizer_config.json').unlink()
+    (model / 'chat_template.jinja').write_text('{{ messages }}')
+    runtime = _DynamoLocalRuntime(str(model), simulated(start_timeout_secs=150.0))
+    with pytest.raises(
+        ChildExitedError, match=r'^frontend ended: it would never serve\. Dynamo serves no model w'
+    ):
+        runtime.start()
 
 
 @pytest.mark.usefixtures('nothing_left')
