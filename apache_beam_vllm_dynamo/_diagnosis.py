@@ -34,9 +34,9 @@ class Diagnosis:
 # of no failure. Such lines name causes that were overcome: an optional module that is not
 # there, a hub that did not answer although the model was at hand. The frontend is the exception: it
 # tries for ever, with a warning each time, what cannot come to work.
-_FAILURE_ALL_THE_SAME = re.compile(
-    r'chat_template field is required|MDC does not contain a prompt formatter'
-)
+_NO_TEMPLATE = r'chat_template field is required|MDC does not contain a prompt formatter'
+_NO_TOKENIZER = r'chat pipeline requires preprocessed routing'
+_FAILURE_ALL_THE_SAME = re.compile(f'{_NO_TEMPLATE}|{_NO_TOKENIZER}')
 _NO_FAILURE = re.compile(
     r'(?:\x1b\[[\d;]*m|\([^)]*\)|\d{4}-\d\d-\d\dT\S+|\s)*(?:TRACE|DEBUG|INFO|WARN|WARNING)\b'
     r'|\{.*"level":\s*"(?:trace|debug|info|warn|warning)"'
@@ -78,12 +78,22 @@ KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
-            (_FAILURE_ALL_THE_SAME.pattern,),
+            (_NO_TEMPLATE,),
             Diagnosis(
                 'no chat template',
-                'Dynamo serves no model without a chat template, not even for prompts. Put a '
-                'chat_template.jinja beside tokenizer_config.json in the directory of the model, '
-                'or use the chat handler with a chat_template_path.',
+                'Dynamo serves no model without a chat template. Put a chat_template.jinja beside '
+                'tokenizer_config.json in the directory of the model, or give chat_template_path '
+                'to the chat handler.',
+                lives_on=True,
+            ),
+        ),
+        (
+            (_NO_TOKENIZER,),
+            Diagnosis(
+                'no tokenizer',
+                'Dynamo found no tokenizer that it reads in the model: a tokenizer.json, '
+                'tiktoken.model or *.tiktoken. `transformers` writes the first of most models: '
+                'AutoTokenizer.from_pretrained(model).save_pretrained(directory).',
                 lives_on=True,
             ),
         ),

@@ -145,6 +145,11 @@ address protocol=HTTP address=127.0.0.1:21998 error=Address already in use (os e
         'failed; scheduling retry error="prompt_formatter_from_mdc: MDC does not '
         'contain a prompt formatter"'),
     ),
+    'frontend, a model without a tokenizer that it reads': (
+        'no tokenizer',
+        ('2026-11-30T05:55:46Z  WARN dynamo_llm::discovery::controller: Model materialization '
+        'failed; scheduling retry error="chat pipeline requires preprocessed routing"'),
+    ),
     'Dynamo is not installed': (
         'package not installed',
         ("/venv/bin/python: Error while finding module specification for 'dynamo.vllm' "
@@ -315,6 +320,7 @@ def test_only_what_can_change_is_tried_again(cause: str) -> None:
         ('too few GPUs', ["engine_kind='cpu'", 'driver']),
         ('disk full', ['larger']),
         ('no chat template', ['chat_template.jinja', 'chat_template_path']),
+        ('no tokenizer', ['tokenizer.json', 'save_pretrained']),
         ('etcd not reachable', ['ETCD_ENDPOINTS']),
         ('setting refused', ['vllm_server_kwargs']),
     ],
