@@ -17,8 +17,10 @@ Dynamo has one answer for "no engine is there" and "the engine that had your req
 503 with the same body. The first comes at once, so a 503 that took longer than
 :data:`ENGINE_LOST_AFTER_S` is taken for the second and is counted. But a frontend that reads
 hundreds of long prompts at once is that slow for want of an engine, too, for as long as the only
-one loads its model again. So of several such answers to one element only those are counted
-between which the server has answered somebody: without an engine that could, none can die.
+one loads its model again. So while :data:`CROWD` or more are in flight, of several such answers
+to one element only those are counted between which the server has answered somebody: without an
+engine that could, none can die. With fewer the frontend has no cause to be slow, and an element
+that kills its engine may well be the last one left.
 
 ``element_timeout_s`` bounds both together.
 """
@@ -51,6 +53,8 @@ FIRST_BACKOFF_S = 0.1
 # A frontend without an engine answers within milliseconds, tens of them under load; seconds only
 # where it has to read hundreds of long prompts first.
 ENGINE_LOST_AFTER_S = 1.0
+# A frontend reads as many prompts of 100,000 tokens in ENGINE_LOST_AFTER_S.
+CROWD = 4
 # An element should notice within seconds that the server is there again.
 MAX_BACKOFF_S = 8.0
 # With how many deaths of a server or an engine an element is given up: fewer than the supervisor
@@ -310,17 +314,18 @@ class Tries:
         self.retried: list[RetryReason] = []
         self.last: Again | None = None
 
-    def judge(self, again: Again, answered: int) -> Again:
+    def judge(self, again: Again, answered: int, in_flight: int) -> Again:
         """What the failure of the last attempt means beside those before it.
 
         Args:
           again: How it failed.
           answered: How many requests the server has answered by now, whoever sent them.
+          in_flight: How many are on their way, this one among them.
         """
         if again.reason is not RetryReason.ENGINE_LOST:
             return again
         before, self._answered = self._answered, answered
-        if answered == before:
+        if answered == before and in_flight >= CROWD:
             return dataclasses.replace(again, reason=RetryReason.UNAVAILABLE)
         return again
 

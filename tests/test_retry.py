@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from apache_beam_vllm_dynamo._retry import (
+    CROWD,
     ENGINE_LOST_AFTER_S,
     FINAL_KIND,
     FIRST_BACKOFF_S,
@@ -318,13 +319,20 @@ def test_an_engine_that_died_can_die_again_only_once_it_has_answered_somebody() 
     """Until then a late refusal comes of a frontend that is slow, and is waited out."""
     tries = Tries(RequestLimits(max_retries=1))
     lost = Again(RetryReason.ENGINE_LOST, 503, '')
-    judged = [tries.judge(lost, answered).reason for answered in (7, 7, 7, 8, 8)]
+    judged = [tries.judge(lost, answered, CROWD).reason for answered in (7, 7, 7, 8, 8)]
     died, away = RetryReason.ENGINE_LOST, RetryReason.UNAVAILABLE
     assert judged == [died, away, away, died, away]
+
+
+def test_an_element_that_is_nearly_alone_is_to_blame_for_each_death() -> None:
+    """No crowd makes the frontend slow, and all others may have been answered."""
+    tries = Tries(RequestLimits())
+    lost = Again(RetryReason.ENGINE_LOST, 503, '')
+    assert [tries.judge(lost, 7, CROWD - 1) for _ in range(3)] == [lost] * 3
 
 
 def test_nothing_but_a_late_refusal_is_judged_by_what_others_got() -> None:
     tries = Tries(RequestLimits())
     for reason in set(RetryReason) - {RetryReason.ENGINE_LOST}:
         again = Again(reason, None, '')
-        assert [tries.judge(again, 0) for _ in range(3)] == [again] * 3
+        assert [tries.judge(again, 0, CROWD) for _ in range(3)] == [again] * 3

@@ -13,7 +13,7 @@ from apache_beam_vllm_dynamo import _retry
 from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._requests import Endpoint, RequestBuilder
 from apache_beam_vllm_dynamo._responses import Answer
-from apache_beam_vllm_dynamo._retry import RequestLimits, RetryReason
+from apache_beam_vllm_dynamo._retry import CROWD, RequestLimits, RetryReason
 from apache_beam_vllm_dynamo.errors import (
     ErrorKind,
 )
@@ -254,9 +254,20 @@ def test_a_server_that_is_away_and_slow_to_say_so_uses_up_no_retries(
         FakeServer() as server,
         InferenceClient(lambda: server.url, WINDOW, RequestLimits(max_retries=2)) as client,
     ):
-        (outcome,) = client.run(build('[sleep=0.02] [status=503,6] one'))
+        crowd = [f'[sleep=1] {n}' for n in range(CROWD - 1)]
+        outcome, *others = client.run(build('[sleep=0.02] [status=503,6] one', *crowd))
         assert text_of(outcome) == '[SLEEP=0.02] [STATUS=503,6] ONE'
         assert outcome.retried == (RetryReason.ENGINE_LOST, *[RetryReason.UNAVAILABLE] * 5)
+        assert all(isinstance(other, Answer) for other in others)
+
+
+def test_an_element_that_kills_its_engine_and_is_left_alone_fails(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_retry, 'ENGINE_LOST_AFTER_S', 0.01)
+    with InferenceClient(lambda: server.url, WINDOW, RequestLimits()) as client:
+        error = failure(client.run(build('[sleep=0.02] [status=503] poison', *'abc'))[0])
+    assert (error.kind, error.attempts) == (ErrorKind.ENGINE_DIED, _retry.MAX_DEATHS)
 
 
 # Deadlines.
