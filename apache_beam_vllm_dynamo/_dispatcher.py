@@ -18,6 +18,7 @@ from apache_beam_vllm_dynamo._request_queues import RequestQueue
 from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Answer, Failure, Outcome, Response
 from apache_beam_vllm_dynamo._retry import (
+    DEATHS,
     FINAL_KIND,
     WAITED_OUT,
     Again,
@@ -26,14 +27,11 @@ from apache_beam_vllm_dynamo._retry import (
     Tries,
 )
 from apache_beam_vllm_dynamo._sender import Sender
+from apache_beam_vllm_dynamo._suspects import SUSPECT_AFTER, SuspectLane
 from apache_beam_vllm_dynamo.errors import ErrorKind, InferenceError, RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
 
-# An element that was there so often when a server or an engine died is a suspect: it is sent
-# only while no other suspect is. One poisoned element that kills again and again takes with it
-# every request in flight, and without this the innocent would run out of retries with it.
-SUSPECT_AFTER = 2
 # A job that stands still says why, but not once for every element.
 _WARN_EVERY_S = 60.0
 # At the beginning of a bundle nothing is in flight and few requests are there to choose from; sent
@@ -145,8 +143,7 @@ class Dispatcher:
         self.waiting_bytes = 0
         self._last_came_at = 0.0
         self._again: collections.deque[Job] = collections.deque()
-        self._suspects: collections.deque[Job] = collections.deque()
-        self._suspect_in_flight: Job | None = None
+        self._suspects: SuspectLane[Job] = SuspectLane()
         self._in_flight = 0
         self._answered = 0
         self._groups: set[JobGroup] = set()
@@ -272,10 +269,9 @@ class Dispatcher:
         if self._gathering_until is not None:
             return
         while self._in_flight < self._window:
-            if self._suspects and self._suspect_in_flight is None:
-                job = self._suspects.popleft()
-                if not job.group.ended:
-                    self._suspect_in_flight = job
+            suspect = self._suspects.take()
+            if suspect is not None:
+                job = suspect
             elif self._again:
                 job = self._again.popleft()
             elif self._queue:
@@ -284,6 +280,7 @@ class Dispatcher:
             else:
                 return
             if job.group.ended:
+                self._suspects.ended(job, died=False)
                 continue
             if job.first_sent_at is None:
                 job.first_sent_at = time.monotonic()
@@ -295,8 +292,7 @@ class Dispatcher:
 
     def _served(self, job: Job, task: asyncio.Task[Outcome | float]) -> None:
         self._in_flight -= 1
-        if self._suspect_in_flight is job:
-            self._suspect_in_flight = None
+        self._suspects.ended(job, died=_ended_by_death(job, task))
         group = job.group
         error = None if task.cancelled() else task.exception()
         if not group.ended:
@@ -315,7 +311,7 @@ class Dispatcher:
     def _send_again(self, job: Job) -> None:
         if not job.group.ended:
             if job.tries.deaths >= SUSPECT_AFTER:
-                self._suspects.append(job)
+                self._suspects.add(job, job.tries.deaths)
             else:
                 self._again.append(job)
             self._fill()
@@ -335,7 +331,7 @@ class Dispatcher:
         group.jobs.clear()
         self._queue.discard(functools.partial(self._is_dropped, group))
         self._again = collections.deque(job for job in self._again if job.group is not group)
-        self._suspects = collections.deque(job for job in self._suspects if job.group is not group)
+        self._suspects.discard(lambda job: job.group is group)
 
     def _is_dropped(self, group: JobGroup, job: Job) -> bool:
         if job.group is not group:
@@ -443,3 +439,9 @@ class Dispatcher:
             _LOGGER.warning(
                 'Requests wait for the server: %s (status %s).', again.reason, again.status
             )
+
+
+def _ended_by_death(job: Job, task: asyncio.Task[Outcome | float]) -> bool:
+    if task.cancelled() or task.exception() is not None or isinstance(task.result(), Answer):
+        return False
+    return job.tries.last is not None and job.tries.last.reason in DEATHS
