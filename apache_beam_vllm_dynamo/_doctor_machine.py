@@ -17,7 +17,7 @@ from apache_beam_vllm_dynamo._addresses import HIGHEST_PORT, LOWEST_PORT
 from apache_beam_vllm_dynamo._doctor_report import Check, failed_by, gib
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._etcd import find_etcd
-from apache_beam_vllm_dynamo._external_etcd import ExternalEtcd
+from apache_beam_vllm_dynamo._external_etcd import MEND, ExternalEtcd
 from apache_beam_vllm_dynamo._marker import orphans
 from apache_beam_vllm_dynamo._private_directory import PREFIX, SHORT_DIRECTORY, STALE_AFTER_S
 from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
@@ -56,13 +56,11 @@ def check_etcd(config: DynamoRuntimeConfig, env: Mapping[str, str]) -> Check:
     if config.discovery == 'file':
         return Check.ok(name, "none is needed with discovery='file'")
     if endpoints:
-        if ExternalEtcd(endpoints).serves:
+        problem = ExternalEtcd(endpoints, env).problem()
+        if not problem:
             return Check.ok(name, f'{endpoints}, as ETCD_ENDPOINTS says')
-        return Check.failed(
-            name,
-            f'ETCD_ENDPOINTS is {endpoints!r}, where nothing answers',
-            'Start it, mend the address, or unset the variable to have one started',
-        )
+        found = f'ETCD_ENDPOINTS is {endpoints!r}, where no etcd serves ({problem})'
+        return Check.failed(name, found, MEND)
     try:
         program = find_etcd(config.etcd_path, env.get('PATH'))
     except MissingDependencyError as error:

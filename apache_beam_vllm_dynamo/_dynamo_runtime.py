@@ -179,12 +179,14 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         """Starts what engines and frontend need; they fail without it."""
         helpers: list[Need] = []
         if stack.external_etcd is not None:
-            helpers.append(ExternalEtcd(stack.external_etcd))
+            etcd = ExternalEtcd(stack.external_etcd, stack.base_env)
+            etcd.await_serving(deadline, self._closed.is_set)
+            helpers.append(etcd)
         if stack.starts_etcd:
             program = find_etcd(self._config.etcd_path, self._base_env.get('PATH'))
-            etcd = self._launch_part(partial(_etcd_spec, program), move_etcd)
-            helpers.append(etcd)
-            await_probe(etcd, self._services, deadline, self._start_timeout_s)
+            own_etcd = self._launch_part(partial(_etcd_spec, program), move_etcd)
+            helpers.append(own_etcd)
+            await_probe(own_etcd, self._services, deadline, self._start_timeout_s)
         broker = self._launch_part(_broker_spec)
         broker.came_up()
         return [*helpers, broker]
