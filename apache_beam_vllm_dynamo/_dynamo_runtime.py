@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,7 +31,7 @@ from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
 from apache_beam_vllm_dynamo._preflight import preflight
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._readiness import await_engines, await_probe
-from apache_beam_vllm_dynamo._routing import RoutingWatch
+from apache_beam_vllm_dynamo._routing import RoutingWatch, unrouted
 from apache_beam_vllm_dynamo._service import HELPER_RESTART_POLICY, Need, Service, ServiceSpec
 from apache_beam_vllm_dynamo._supervised import SupervisedRuntime, environment_of_worker
 from apache_beam_vllm_dynamo._supervisor import Watch
@@ -40,6 +41,7 @@ _LOGGER = logging.getLogger(__name__)
 
 HELPER_GRACE_S = 3.0  # etcd, broker and frontend end within a second of TERM
 HELPER_START_BOUND_S = 60.0  # they serve after a second or two, a frontend under load after seven
+ENDPOINT_PAUSE_S = 0.05  # between looks whether the frontend serves again
 
 
 class _DynamoLocalRuntime(SupervisedRuntime):
@@ -96,6 +98,23 @@ class _DynamoLocalRuntime(SupervisedRuntime):
     def kv_caches(self) -> int:
         """How many KV caches the engines have, all together."""
         return sum(spec.data_parallel_size for spec in self._config.listed_engines)
+
+    def endpoint(self) -> str:
+        """Where requests go, without a path.
+
+        While the frontend is started again this waits, at most a minute: at first it knows some
+        of the engines only, and would give those all requests.
+
+        Raises:
+          RuntimeFailedError: The runtime was given up or closed.
+        """
+        deadline = time.monotonic() + HELPER_START_BOUND_S
+        while True:
+            base_url = super().endpoint()
+            frontend = self._frontend
+            if frontend is None or frontend.serves or time.monotonic() >= deadline:
+                return base_url
+            time.sleep(ENDPOINT_PAUSE_S)
 
     def counts(self) -> Mapping[str, int]:
         """Requests that moved to another engine, and those that each engine got."""
@@ -192,16 +211,8 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         return [*helpers, broker]
 
     def _start_frontend_and_engines(self, stack: Stack, helpers: list[Need]) -> Service:
-        def expected() -> int:
-            serving = sum(engine.serves for engine in self._engines)
-            # Started again it need not find them all at once: while it does not serve, nobody
-            # asks which are missing. Without any, nothing can be asked of it.
-            return min(serving, 1) if self._ready else serving
-
         frontend = self._launch_part(
-            partial(_frontend_spec, expected=expected, started=lambda: self._ready),
-            move_frontend,
-            needs=helpers,
+            partial(_frontend_spec, self._engines), move_frontend, needs=helpers
         )
         for index in range(len(stack.config.listed_engines)):
             engine = self._launch_part(
@@ -254,16 +265,21 @@ def _helper_spec(
     return dataclasses.replace(spec, restart_policy=HELPER_RESTART_POLICY)
 
 
-def _frontend_spec(
-    stack: Stack, *, expected: Callable[[], int], started: Callable[[], bool]
-) -> ServiceSpec:
+def _frontend_spec(engines: Sequence[Service], stack: Stack) -> ServiceSpec:
     port, model, namespace = stack.addresses.frontend_port, stack.model_name, stack.namespace
 
     def serves(timeout_s: float) -> Reply | None:
-        engines = expected()
-        if started() and not engines:
-            return _probes.healthy(port, timeout_s)
-        return _probes.frontend_serves(port, model, namespace, engines, timeout_s)
+        serving = sum(engine.serves for engine in engines)
+        reply = _probes.healthy(port, timeout_s)
+        if reply is not None or not serving:  # without engines nothing else can be asked of it
+            return reply
+        routed = _probes.routed_ports(port, namespace, timeout_s)
+        # By name, for a dead engine stays listed for some seconds and would be counted.
+        missing = unrouted(engines, routed or frozenset())
+        if missing:
+            labels = ', '.join(label for label, _ in missing)
+            return Reply(None, problem=f'it does not route to {labels}')
+        return _probes.frontend_serves(port, model, namespace, serving, timeout_s)
 
     return _spec(
         stack,

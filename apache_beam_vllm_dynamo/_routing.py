@@ -55,6 +55,9 @@ class RoutingWatch:
     def tick(self, probes: Probes) -> None:
         """Looks, and has replaced what stays unrouted: first the frontend, then engines.
 
+        A frontend that is being started again was replaced already; it does not serve before
+        it routes to all engines.
+
         Raises:
           RuntimeFailedError: Starting it again is given up.
         """
@@ -67,10 +70,12 @@ class RoutingWatch:
         routed, self._looking = self._looking.result(), None
         now = self._clock()
         self._next_look_at = now + LOOK_INTERVAL_S
-        if routed is None or not self._frontend.serves:
+        if routed is None:
             self._missing_since.clear()
             return
-        unknown = self._unknown(routed)
+        if not self._frontend.serves:
+            self._frontend_replaced = True
+        unknown = unrouted(self._engines, routed, self._ports)
         self._missing_since = {key: self._missing_since.get(key, now) for key in unknown}
         if not unknown:
             self._frontend_replaced = False
@@ -79,18 +84,6 @@ class RoutingWatch:
                 self._replace(engine)
                 return
 
-    def _unknown(self, routed: frozenset[int]) -> dict[tuple[str, int], Service]:
-        found = {}
-        for engine in self._engines:
-            pid = engine.status.pid
-            if not engine.serves or pid is None:
-                continue
-            ports = self._ports(pid)
-            # None at all says only that they could not be read.
-            if ports and not ports & routed:
-                found[engine.spec.label, pid] = engine
-        return found
-
     def _replace(self, engine: Service) -> None:
         self._missing_since.clear()
         if not self._frontend_replaced:
@@ -98,6 +91,24 @@ class RoutingWatch:
             self._frontend.replace(f'does not route to {engine.spec.label}, which serves')
         else:
             engine.replace('serves, but the frontend does not route to it')
+
+
+def unrouted(
+    engines: Sequence[Service],
+    routed: frozenset[int],
+    ports: Callable[[int], frozenset[int]] | None = None,
+) -> dict[tuple[str, int], Service]:
+    """The engines that serve and that a frontend does not know, by label and process id."""
+    found = {}
+    for engine in engines:
+        pid = engine.status.pid
+        if not engine.serves or pid is None:
+            continue
+        listening = (ports or listening_ports)(pid)
+        # None at all says only that they could not be read.
+        if listening and not listening & routed:
+            found[engine.spec.label, pid] = engine
+    return found
 
 
 def listening_ports(pid: int) -> frozenset[int]:

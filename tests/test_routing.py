@@ -111,12 +111,23 @@ def test_what_does_not_serve_is_somebody_elses_business(world: World) -> None:
     world.engines[1].serves = False
     world.pass_time(100)
     world.engines[1].serves = True
-    world.frontend.serves = False
-    world.pass_time(100)
-    world.frontend.serves = True
     world.routed = None
     world.pass_time(100)
+    world.frontend.serves = False
+    world.pass_time(100)
     assert world.replaced == []
+
+
+def test_a_frontend_that_starts_again_is_given_time_and_not_replaced_for_an_engine(
+    world: World,
+) -> None:
+    """It waits for that engine, and would wait for ever for one that has lost its lease."""
+    world.routed = frozenset({1})
+    world.frontend.serves = False
+    world.pass_time(UNROUTED_BOUND_S - 1)
+    assert world.replaced == []
+    world.pass_time(5)
+    assert world.replaced == ['engine 2 of 2']
 
 
 def test_what_cannot_be_read_is_no_reason_to_replace_anything(world: World) -> None:
