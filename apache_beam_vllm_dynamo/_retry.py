@@ -11,7 +11,7 @@ Two limits, for two questions:
   way, an answer that cannot be read and an attempt that timed out happened *to this element*
   while the server was there. ``max_retries`` counts them, because the element itself may be
   what kills the engine, and it must not do so for ever: it has :data:`MAX_DEATHS` of them, for
-after a few more the supervisor gives the whole server up.
+  after a few more the supervisor gives the whole server up.
 
 Dynamo has one answer for "no engine is there" and "the engine that had your request died": a
 503 with the same body. The first comes at once, so a 503 that took longer than
