@@ -18,7 +18,7 @@ from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
-from apache_beam_vllm_dynamo._model_server import Runtime, _VLLMModelServer
+from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
 from apache_beam_vllm_dynamo._native_runtime import NativeVLLMRuntime
 from apache_beam_vllm_dynamo._requests import (
     Endpoint,
@@ -29,6 +29,7 @@ from apache_beam_vllm_dynamo._requests import (
 from apache_beam_vllm_dynamo._reserved import check_native_kwargs
 from apache_beam_vllm_dynamo._responses import Answer, Outcome
 from apache_beam_vllm_dynamo._retry import RequestLimits
+from apache_beam_vllm_dynamo._runtime import Runtime
 from apache_beam_vllm_dynamo.config import (
     DynamoRuntimeConfig,
     DynamoVLLMEngineSpec,
@@ -127,12 +128,15 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         return self.__dict__ | {'_client': None, '_recorded': None}
 
     def load_model(self) -> _VLLMModelServer:
-        """Starts the server on this worker.
+        """Starts the server on this worker, or shares one that runs.
+
+        A server of the same model with the same settings is started once on a worker, whichever
+        step, reload or SDK process asks for it.
 
         Raises:
           StartError: It did not come up; the text holds the end of its log and what to do.
         """
-        return _VLLMModelServer(self._runtime())
+        return _VLLMModelServer(self._runtime)
 
     def run_inference(
         self,

@@ -18,6 +18,7 @@ from apache_beam_vllm_dynamo._doctor_report import Check, failed_by, gib
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._external_etcd import MEND, ExternalEtcd
+from apache_beam_vllm_dynamo._lock_files import read_note
 from apache_beam_vllm_dynamo._marker import orphans
 from apache_beam_vllm_dynamo._private_directory import PREFIX, SHORT_DIRECTORY, STALE_AFTER_S
 from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
@@ -203,8 +204,8 @@ def _held_locks() -> Sequence[str]:
         with contextlib.suppress(OSError):
             if _is_locked(path):
                 device = path.stem.removeprefix('gpu-')
-                pid = path.read_text(encoding='ascii', errors='replace').strip()
-                held.append(f'GPU {device} by process {pid or "unknown"}')
+                pid = read_note(path).get('pid', 'unknown')
+                held.append(f'GPU {device} by process {pid}')
     return held
 
 

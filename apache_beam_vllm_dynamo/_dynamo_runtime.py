@@ -22,20 +22,22 @@ from apache_beam_vllm_dynamo._addresses import (
     move_frontend,
 )
 from apache_beam_vllm_dynamo._commands import Command, Stack
-from apache_beam_vllm_dynamo._device_lock import devices_to_lock
+from apache_beam_vllm_dynamo._device_lock import Claim, core_claims, gpu_claims
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._external_etcd import ExternalEtcd
-from apache_beam_vllm_dynamo._model_server import ENGINE_REQUESTS
+from apache_beam_vllm_dynamo._identity import model_of
 from apache_beam_vllm_dynamo._placement import Topology, look_up_topology, place
 from apache_beam_vllm_dynamo._preflight import preflight
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._readiness import await_engines, await_probe
 from apache_beam_vllm_dynamo._routing import RoutingWatch, unrouted
+from apache_beam_vllm_dynamo._runtime import ENGINE_REQUESTS
 from apache_beam_vllm_dynamo._service import HELPER_RESTART_POLICY, Need, Service, ServiceSpec
 from apache_beam_vllm_dynamo._supervised import SupervisedRuntime, environment_of_worker
 from apache_beam_vllm_dynamo._supervisor import Watch
-from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
+from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig, EnginesPerWorker
+from apache_beam_vllm_dynamo.errors import StartError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -73,21 +75,19 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         topology = topology or look_up_topology(base_env)
         self._model_name = model_name
         self._config = place(config, topology)
-        self._identity = type(self), model_name, self._config, chat_template
         self._stack: Stack | None = None  # what runs, or is on its way to it
         self._frontend: Service | None = None
         self._engines: list[Service] = []
+        number = len(self._config.listed_engines)
+        engines = '1 engine' if number == 1 else f'{number} engines'
         super().__init__(
-            self._gpus(topology),
+            (model_of(model_name), self._config),
+            description=f'model {model_name!r} (Dynamo, {engines}, {self._config.router_mode})',
+            claims=_claims(config, self._config, topology),
             env=base_env,
             chat_template=chat_template,
             start_timeout_s=config.start_timeout_secs,
         )
-
-    @property
-    def identity(self) -> object:
-        """Equal for two loads of the same model with the same config."""
-        return self._identity
 
     @property
     def window(self) -> int:
@@ -164,18 +164,6 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         others = [s for s in reversed(self._services) if s not in self._engines]
         return [self._engines, *([service] for service in others)]
 
-    def _gpus(self, topology: Topology) -> list[str]:
-        """The GPUs that nobody else may use meanwhile; CPU cores can be shared."""
-        if self._config.engine_kind != 'gpu':
-            return []
-        return [
-            device
-            for spec in self._config.listed_engines
-            for device in devices_to_lock(
-                spec.gpu_devices, spec.devices_needed, topology.gpus, self._identity
-            )
-        ]
-
     def _plan(self, directory: Path) -> Stack:
         template = self._write_template(directory)
         if template is not None and self._config.engine_kind == 'simulated':
@@ -246,6 +234,35 @@ class _DynamoLocalRuntime(SupervisedRuntime):
             return make(stack)
 
         return self._launch(renew, needs)
+
+
+def _claims(
+    config: DynamoRuntimeConfig, placed: DynamoRuntimeConfig, topology: Topology
+) -> list[Claim]:
+    """What the engines need to themselves, or with others of their kind."""
+    if placed.engine_kind == 'gpu':
+        claims = [
+            claim
+            for spec in placed.listed_engines
+            for claim in gpu_claims(
+                spec.gpu_devices, spec.devices_needed, topology.gpus, topology.uuids
+            )
+        ]
+        _check_apart(claims)
+        return claims
+    if placed.engine_kind == 'cpu' and not isinstance(config.engines, EnginesPerWorker):
+        # As the user named them: a share of all cores can be had by others too.
+        return [claim for spec in config.listed_engines for claim in core_claims(spec.cpu_cores)]
+    return []
+
+
+def _check_apart(claims: Sequence[Claim]) -> None:
+    named: dict[str, str] = {}
+    for claim in claims:
+        if not claim.shared and named.setdefault(claim.lock, claim.device) != claim.device:
+            raise StartError(
+                f'{named[claim.lock]} and {claim.device} are one; give each engine its own.'
+            )
 
 
 def _etcd_spec(program: str, stack: Stack) -> ServiceSpec:

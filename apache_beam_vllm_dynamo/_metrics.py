@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from apache_beam.metrics import Metrics
 
-from apache_beam_vllm_dynamo._model_server import ENGINE_REQUESTS
 from apache_beam_vllm_dynamo._prefix_census import NEW_BELOW, PIECE_BYTES, census
 from apache_beam_vllm_dynamo._requests import PreparedRequest
 from apache_beam_vllm_dynamo._responses import Answer, Outcome, Response
+from apache_beam_vllm_dynamo._runtime import ENGINE_REQUESTS
 from apache_beam_vllm_dynamo.errors import InferenceError
 
 _LOGGER = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -13,8 +12,9 @@ from typing import ClassVar
 from apache_beam_vllm_dynamo import _probes
 from apache_beam_vllm_dynamo._addresses import LOOPBACK, free_ports
 from apache_beam_vllm_dynamo._commands import native_server_command
-from apache_beam_vllm_dynamo._device_lock import devices_to_lock
+from apache_beam_vllm_dynamo._device_lock import gpu_claims
 from apache_beam_vllm_dynamo._doctor_subject import Subject
+from apache_beam_vllm_dynamo._identity import model_of
 from apache_beam_vllm_dynamo._placement import look_up_topology
 from apache_beam_vllm_dynamo._preflight import preflight
 from apache_beam_vllm_dynamo._probes import Reply
@@ -49,25 +49,21 @@ class NativeVLLMRuntime(SupervisedRuntime):
         env: Mapping[str, str] | None = None,
     ) -> None:
         base_env = environment_of_worker(env)
-        arguments = json.dumps(spec.vllm_server_kwargs, sort_keys=True)
-        self._identity = type(self), model_name, arguments, chat_template
         self._model_name = model_name
         self._server = spec
         self._stop_timeout_s = stop_timeout_s
         self._port: int | None = None
-        visible = look_up_topology(base_env).gpus
+        topology = look_up_topology(base_env)
+        # On CPU cores, which can be shared, or where vLLM has to find out itself, there are none.
+        self._gpus = (topology.gpus or ())[: spec.devices_needed]
         super().__init__(
-            # On CPU cores, which can be shared, or vLLM has to find out itself, there are none.
-            devices_to_lock((), spec.devices_needed, visible, self._identity) if visible else (),
+            (model_of(model_name), spec, topology.gpus, start_timeout_s),
+            description=f'model {model_name!r} (native vLLM)',
+            claims=gpu_claims((), len(self._gpus), self._gpus, topology.uuids),
             env=base_env,
             chat_template=chat_template,
             start_timeout_s=start_timeout_s,
         )
-
-    @property
-    def identity(self) -> object:
-        """Equal for two loads of the same model with the same flags."""
-        return self._identity
 
     @property
     def window(self) -> int:
@@ -134,5 +130,6 @@ class NativeVLLMRuntime(SupervisedRuntime):
             self._stop_timeout_s,
             self._start_timeout_s,
             liveness=partial(_probes.healthy, port),
+            devices=self._gpus,
             scratch=os.fspath(directory),
         )

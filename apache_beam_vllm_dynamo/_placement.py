@@ -28,6 +28,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _GPU_NAME = re.compile(r'\d+|(GPU|MIG)-\S+')
 _DEVICE_FILES = Path('/dev')  # nvidia0 and so on; a container is given those of its own GPUs
+_GPU_COLUMNS = ('index', 'uuid', 'name')
 NVIDIA_SMI_TIMEOUT_S = 30  # a driver that is still loading answers after some seconds
 
 
@@ -39,10 +40,12 @@ class Topology:
       gpus: The GPUs by the names that ``CUDA_VISIBLE_DEVICES`` takes, in order; ``None``
         where they could not be counted.
       cores: The CPU cores that this process may run on.
+      uuids: The UUID of each GPU of the machine, by its ordinal, as far as that is known.
     """
 
     gpus: tuple[str, ...] | None
     cores: tuple[int, ...]
+    uuids: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def look_up_topology(env: Mapping[str, str]) -> Topology:
@@ -50,8 +53,13 @@ def look_up_topology(env: Mapping[str, str]) -> Topology:
     cores = tuple(sorted(os.sched_getaffinity(0)))
     visible = env.get('CUDA_VISIBLE_DEVICES')
     if visible is not None:
-        return Topology(_visible_names(visible), cores)
-    return Topology(_gpus_by_nvidia_smi(env.get('PATH')), cores)
+        names = _visible_names(visible)
+        listed = _list_gpus(env.get('PATH')) if names else None
+        return Topology(names, cores, _uuids(listed or [], env))
+    listed = _list_gpus(env.get('PATH'))
+    if listed is None:
+        return Topology(None, cores)
+    return Topology(tuple(gpu[0] for gpu in listed), cores, _uuids(listed, env))
 
 
 def place(config: DynamoRuntimeConfig, topology: Topology) -> DynamoRuntimeConfig:
@@ -182,14 +190,25 @@ def _share_cores(
     )
 
 
-def _gpus_by_nvidia_smi(search_path: str | None) -> tuple[str, ...] | None:
+def _uuids(listed: Sequence[Sequence[str]], env: Mapping[str, str]) -> dict[str, str]:
+    """Ordinal to UUID, where CUDA counts the GPUs as nvidia-smi does."""
+    whole = [gpu for gpu in listed if len(gpu) == len(_GPU_COLUMNS)]
+    models = {model for _, _, model in whole}
+    # CUDA counts the fastest first unless told otherwise.
+    if len(models) > 1 and env.get('CUDA_DEVICE_ORDER') != 'PCI_BUS_ID':
+        return {}
+    return {ordinal: uuid for ordinal, uuid, _ in whole}
+
+
+def _list_gpus(search_path: str | None) -> list[list[str]] | None:
+    """The columns of each GPU of the machine; ``None`` where they cannot be listed."""
     program = shutil.which('nvidia-smi', path=search_path)
     if program is None:
         # Some containers have the driver without its tool; then CUDA itself has to say no.
-        return None if any(_DEVICE_FILES.glob('nvidia[0-9]*')) else ()
+        return None if any(_DEVICE_FILES.glob('nvidia[0-9]*')) else []
     try:
         listed = subprocess.run(
-            (program, '--query-gpu=index', '--format=csv,noheader'),
+            (program, f'--query-gpu={",".join(_GPU_COLUMNS)}', '--format=csv,noheader'),
             capture_output=True,
             text=True,
             timeout=NVIDIA_SMI_TIMEOUT_S,
@@ -198,4 +217,5 @@ def _gpus_by_nvidia_smi(search_path: str | None) -> tuple[str, ...] | None:
     except (OSError, subprocess.SubprocessError) as error:
         _LOGGER.warning('The GPUs could not be counted: %s', error)
         return None
-    return tuple(line.strip() for line in listed.stdout.splitlines() if line.strip())
+    lines = filter(None, map(str.strip, listed.stdout.splitlines()))
+    return [[column.strip() for column in line.split(',')] for line in lines]

@@ -9,13 +9,15 @@ from __future__ import annotations
 import abc
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks
+from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
+from apache_beam_vllm_dynamo._identity import identity_of, settings_of
 from apache_beam_vllm_dynamo._marker import kill_orphans
 from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
 from apache_beam_vllm_dynamo._process import stop_all
@@ -32,7 +34,9 @@ class SupervisedRuntime(abc.ABC):
     """Starts servers, proves that they serve, keeps them so, and takes them down again.
 
     Args:
-      devices: What it has to itself while its processes live; see ``DeviceLocks``.
+      settings: What makes it what it is, beside its environment.
+      description: What it is, for the messages of others.
+      claims: What it needs of devices while its processes live; see ``DeviceLocks``.
       env: The worker's environment, which is never changed.
       chat_template: The text of a chat template over the model's own, or ``None``.
       start_timeout_s: How long the start may take, in seconds, model load included.
@@ -43,8 +47,10 @@ class SupervisedRuntime(abc.ABC):
 
     def __init__(
         self,
-        devices: Sequence[str],
+        settings: Sequence[object],
         *,
+        description: str,
+        claims: Sequence[Claim],
         env: Mapping[str, str],
         chat_template: str | None,
         start_timeout_s: float,
@@ -54,28 +60,52 @@ class SupervisedRuntime(abc.ABC):
         self._start_timeout_s = start_timeout_s
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._locks = DeviceLocks(self, devices)
+        self._identity = identity_of(
+            type(self).__name__, sys.executable, chat_template, settings_of(env), *settings
+        )
+        self._description = description
+        self._locks = DeviceLocks(self, claims)
+        self._hold_fds: tuple[int, ...] = ()
         self._services: list[Service] = []
         self._ready = False
         self._supervisor: Supervisor | None = None
         self._directory: PrivateDirectory | None = None
 
     @property
-    @abc.abstractmethod
-    def identity(self) -> object:
-        """Equal for two loads of the same model with the same settings."""
+    def identity(self) -> str:
+        """Equal for two of the same model with the same settings, in any process."""
+        return self._identity
 
-    def start(self) -> None:
+    @property
+    def description(self) -> str:
+        """What it is, for messages."""
+        return self._description
+
+    @property
+    def ending(self) -> bool:
+        """Whether it is about to give its devices back."""
+        return self._closed.is_set() or self.failure is not None
+
+    @property
+    def failure(self) -> RuntimeFailedError | None:
+        """Why it was given up, if it was."""
+        supervisor = self._supervisor
+        return supervisor.failure if supervisor is not None else None
+
+    def start(self, hold_fds: Sequence[int] = ()) -> None:
         """Starts everything and returns when a request for one token was answered.
 
-        One of the same identity that this process started earlier on the same GPUs is closed
-        first; one of another process is waited for.
+        What still holds its devices and is ending is waited for.
+
+        Args:
+          hold_fds: Descriptors that its shims keep open until its last process is gone.
 
         Raises:
           StartError: Something did not come up; whatever had started is gone again.
         """
         self._clear_orphans()
         self._locks.acquire(self._start_timeout_s, self._closed.is_set)
+        self._hold_fds = (*hold_fds, *self._locks.fds)
         try:
             # Whoever held the locks may have died just now, with its shims, and left engines.
             self._clear_orphans()
@@ -97,9 +127,9 @@ class SupervisedRuntime(abc.ABC):
           RuntimeFailedError: It was given up or closed.
         """
         with self._lock:
-            base_url, supervisor = self._base_url() if self._ready else None, self._supervisor
-        if supervisor is not None and supervisor.failure is not None:
-            raise supervisor.failure
+            base_url = self._base_url() if self._ready else None
+        if self.failure is not None:
+            raise self.failure
         if base_url is None:
             raise RuntimeFailedError(f'The {self._noun} was closed.')
         return base_url
@@ -179,7 +209,7 @@ class SupervisedRuntime(abc.ABC):
           renew: Its spec at each start; the argument is whether others took its address.
           needs: What it cannot start without.
         """
-        service = Service(renew(False), needs, self._locks.fds, renew)
+        service = Service(renew(False), needs, self._hold_fds, renew)
         self._services.append(service)
         if self._closed.is_set():
             raise self._was_closed()

@@ -173,9 +173,13 @@ def not_whole(model: Any, victims: Mapping[str, int | None]) -> str:
         if victims.get(status.label) == status.pid:
             return f'{status.label} was not replaced'
     engines = sum(status.label.startswith('engine') for status in statuses)
-    runtime = model._runtime  # noqa: SLF001 - the stack's own address and name
-    routed = routable(runtime)
+    routed = routable(runtime_of(model))
     return '' if routed == engines else f'{routed} of {engines} engines are routable'
+
+
+def runtime_of(model: Any) -> Any:
+    """What runs the servers, in this process."""
+    return model._place._access._host.runtime  # noqa: SLF001 - the stack's own address and name
 
 
 def routable(runtime: Any) -> int:

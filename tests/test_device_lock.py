@@ -1,14 +1,12 @@
-"""One stack at a time on a GPU: waiting for others, evicting one's own predecessor."""
+"""One stack at a time on a device: waiting for those that end, refusing beside those that stay."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,55 +17,57 @@ import pytest
 from apache_beam_vllm_dynamo import (
     DevicesBusyError,
     DynamoRuntimeConfig,
+    DynamoVLLMEngineSpec,
     StartError,
-    VLLMCompletionsModelHandler,
+    _device_lock,
 )
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks, devices_to_lock, lock_directory
+from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks, gpu_claims
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
-from tests.support.processes import ROOT, fds_of, runs, wait_until
-from tests.support.stacks import FAKE_MODULES, MODEL, nothing_left_on_this_machine, simulated
+from apache_beam_vllm_dynamo._lock_files import lock_directory
+from apache_beam_vllm_dynamo._placement import Topology
+from tests.support.processes import ROOT, fds_of, wait_until
+from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
 
 HOLDS = """
 import sys
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks
+from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
 class Holder:
-    identity = 'it'
-locks = DeviceLocks(Holder(), sys.argv[1:])
+    description, ending = 'that model', False
+locks = DeviceLocks(Holder(), [Claim(f'gpu-{name}', name) for name in sys.argv[1:]])
 locks.acquire(5)
 print('held', flush=True)
 sys.stdin.readline()
-"""
-LOADS = """
-import os, signal
-from apache_beam_vllm_dynamo import VLLMCompletionsModelHandler
-signal.alarm(100)
-env = {'PYTHONPATH': os.environ['FAKES'], 'CUDA_VISIBLE_DEVICES': '0'}
-model = VLLMCompletionsModelHandler('m', env_vars=env).load_model()
-print(model.status()[0].pid, flush=True)
-signal.pause()
 """
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    descriptors = fds_of()
     with nothing_left_on_this_machine():
         yield
     assert [fd for fd, path in fds_of().items() if path.startswith(str(lock_directory()))] == []
-    assert len(fds_of()) <= len(descriptors) + 8  # the loop's own, made once a process
+
+
+def claim(device: str, *, shared: bool = False) -> Claim:
+    return Claim(f'gpu-{device}', f'GPU {device}', shared)
 
 
 class Holder:
     """A stack that has devices, as far as the locks can tell."""
 
-    def __init__(self, identity: str = 'it', devices: tuple[str, ...] = ('0',)) -> None:
-        self.identity = identity
-        self.locks = DeviceLocks(self, devices)
-        self.closed = ''
+    ending = False
 
-    def close(self, reason: str = 'closed') -> None:
-        self.closed = reason
-        self.locks.release()
+    def __init__(self, *devices: str, shared: bool = False, description: str = 'a model') -> None:
+        self.description = description
+        names = devices or ('0',)
+        self.locks = DeviceLocks(self, [claim(name, shared=shared) for name in names])
+
+
+@contextlib.contextmanager
+def holding(*devices: str, shared: bool = False, description: str = 'a model') -> Iterator[Holder]:
+    holder = Holder(*devices, shared=shared, description=description)
+    holder.locks.acquire(0)
+    yield holder
+    holder.locks.release()
 
 
 @contextlib.contextmanager
@@ -86,44 +86,45 @@ def another_process(*devices: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def native(model: str = 'm') -> VLLMCompletionsModelHandler:
-    """The native server, a fake, on a worker with one GPU."""
-    env = {'PYTHONPATH': FAKE_MODULES, 'CUDA_VISIBLE_DEVICES': '0'}
-    return VLLMCompletionsModelHandler(model, env_vars=env)
-
-
 def test_a_start_waits_for_another_process_and_says_for_whom(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     holder = Holder()
     with another_process('0', '1') as other, ThreadPoolExecutor() as threads:
         start: Future[None] = threads.submit(holder.locks.acquire, 30)
-        wait_until('it says that it waits', lambda: 'waiting' in caplog.text)
-        assert f'GPU 0 is held by process {other.pid}' in caplog.text
+        wait_until('it says that it waits', lambda: 'waits' in caplog.text)
+        assert f'GPU 0 is held by process {other.pid} (that model); a model waits' in caplog.text
         assert not start.done()
         other.kill()
         start.result(timeout=10)
-    holder.close()
+    holder.locks.release()
 
 
-def test_the_wait_has_an_end_that_names_the_holder() -> None:
-    with (
-        another_process('0') as other,
-        pytest.raises(DevicesBusyError, match=rf'GPU 0 is still held by process {other.pid} '),
-    ):
+def test_the_wait_has_an_end_that_names_both_and_the_mend() -> None:
+    with another_process('0') as other, pytest.raises(DevicesBusyError) as raised:
         Holder().locks.acquire(0.3)
+    said = str(raised.value)
+    assert f'GPU 0 is still held by process {other.pid} (that model) after 0 s' in said
+    assert 'a model needs it' in said
+    assert 'gpu_devices' in said
+
+
+def test_an_owner_that_lives_is_not_waited_for_as_long_as_a_start_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_device_lock, 'LIVE_OWNER_PATIENCE_S', 0.2)
+    with another_process('0'), pytest.raises(DevicesBusyError):
+        Holder().locks.acquire(1800)
 
 
 def test_other_devices_are_not_waited_for() -> None:
-    holder = Holder(devices=('2', 'GPU-1a/b'))
-    with another_process('0', '1'):
-        holder.locks.acquire(0)
-        holder.close()
+    with another_process('0', '1'), holding('2', 'GPU-1a'):
+        pass
 
 
 def test_a_failed_start_gives_back_what_it_had_taken() -> None:
     with another_process('1'), pytest.raises(DevicesBusyError):
-        Holder(devices=('0', '1')).locks.acquire(0)
+        Holder('0', '1').locks.acquire(0)
     with another_process('0'):
         pass
 
@@ -133,40 +134,46 @@ def test_a_wait_that_nobody_wants_any_more_ends() -> None:
         Holder().locks.acquire(60, lambda: True)
 
 
-def test_the_same_stack_in_the_same_process_makes_room() -> None:
-    first, second = Holder(devices=('0', '1')), Holder(devices=('1', '2'))
-    first.locks.acquire(0)
-    second.locks.acquire(0)
-    assert 'loaded again' in first.closed
-    first.locks.release()  # as its own end does once more
-    third = Holder(devices=('1',))
-    third.locks.acquire(0)
-    assert second.closed
-    third.close()
-
-
 def test_another_stack_in_the_same_process_is_refused_at_once() -> None:
-    first = Holder('this')
-    first.locks.acquire(0)
-    began = time.monotonic()
-    with pytest.raises(DevicesBusyError, match=r'GPU 0 is in use by another.*gpu_devices'):
-        Holder('that').locks.acquire(60)
-    assert time.monotonic() - began < 5
-    assert not first.closed
-    first.close()
+    with holding('0', description='this model'):
+        began = time.monotonic()
+        with pytest.raises(DevicesBusyError) as raised:
+            Holder('0', description='that model').locks.acquire(60)
+        assert time.monotonic() - began < 5
+    said = str(raised.value)
+    assert 'GPU 0 is in use by this model of this process, and that model needs it' in said
+    assert 'gpu_devices' in said
+
+
+def test_one_that_is_ending_in_the_same_process_is_waited_for() -> None:
+    with ThreadPoolExecutor() as threads, holding('0') as first:
+        first.ending = True
+        second = Holder()
+        start = threads.submit(second.locks.acquire, 20)
+        with contextlib.suppress(TimeoutError):
+            start.result(timeout=0.5)
+        assert not start.done()
+        first.locks.release()
+        start.result(timeout=10)
+    second.locks.release()
+
+
+def test_those_that_can_share_a_gpu_do_but_not_with_one_that_has_it_to_itself() -> None:
+    with holding('0', shared=True), holding('0', shared=True), pytest.raises(DevicesBusyError):
+        Holder('0').locks.acquire(0)
+    with holding('0'), pytest.raises(DevicesBusyError):
+        Holder('0', shared=True).locks.acquire(0)
 
 
 def test_a_fork_holds_no_lock() -> None:
-    holder = Holder()
-    holder.locks.acquire(0)
     read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
+    with holding('0'):
+        pid = os.fork()
+        if pid == 0:
+            os.close(write_end)
+            os.read(read_end, 1)
+            os._exit(0)
     try:
-        holder.close()
         with another_process('0'):
             pass
     finally:
@@ -188,96 +195,55 @@ def test_the_locks_are_in_a_directory_of_this_user_alone(tmp_path: Path) -> None
         (tmp_path / 'away').rename(directory)
 
 
+UUIDS = {'0': 'GPU-5d5ba0d6-d33d', '1': 'GPU-77aa0000-1111'}
+
+
 @pytest.mark.parametrize(
-    ('named', 'needed', 'visible', 'expected'),
+    ('named', 'needed', 'visible', 'locks', 'shared'),
     [
-        (('4', '5'), 2, ('4', '5', '6'), ['4', '5']),
-        ((), 2, ('4', '5', '6'), ['4 for', '5 for']),
-        ((), 2, None, ['0 for', '1 for']),
+        (('1',), 1, ('0', '1'), ['gpu-GPU-77aa0000-1111'], False),
+        (('GPU-77aa0000-1111',), 1, ('0', '1'), ['gpu-GPU-77aa0000-1111'], False),
+        (('GPU-77',), 1, ('GPU-77', 'GPU-5d'), ['gpu-GPU-77aa0000-1111'], False),
+        ((), 1, ('1',), ['gpu-GPU-77aa0000-1111'], True),
+        ((), 2, ('1', '0', '2'), ['gpu-GPU-77aa0000-1111', 'gpu-GPU-5d5ba0d6-d33d'], True),
+        ((), 2, None, ['gpu-GPU-5d5ba0d6-d33d', 'gpu-GPU-77aa0000-1111'], True),
+        (('MIG-9/1',), 1, ('MIG-9/1',), ['gpu-MIG-9_1'], False),
     ],
+    ids=['ordinal', 'UUID', 'beginning', 'remapped', 'two', 'uncounted', 'MIG'],
 )
-def test_an_engine_without_names_has_a_place_of_its_own_on_the_first_gpus(
-    named: tuple[str, ...], needed: int, visible: tuple[str, ...] | None, expected: list[str]
+def test_one_gpu_is_one_lock_whatever_it_is_called(
+    named: tuple[str, ...],
+    needed: int,
+    visible: tuple[str, ...] | None,
+    locks: list[str],
+    shared: bool,  # noqa: FBT001
 ) -> None:
-    locked = devices_to_lock(named, needed, visible, 'me')
-    assert [device.rpartition(' ')[0] or device for device in locked] == expected
-    other = devices_to_lock(named, needed, visible, 'somebody else')
-    assert (set(locked) & set(other) == set()) == (not named)
+    claims = gpu_claims(named, needed, visible, UUIDS)
+    assert [claim.lock for claim in claims] == locks
+    assert {claim.shared for claim in claims} == {shared}
 
 
-def test_a_second_load_of_a_handler_replaces_the_first() -> None:
-    handler = native()
-    first = handler.load_model()
-    pid = first.status()[0].pid
-    second = handler.load_model()
-    assert not runs(pid)
-    assert [status.state for status in first.status()] == ['stopped']
-    assert len(handler.run_inference(['x'], second)) == 1
+def test_two_engines_cannot_have_one_gpu_under_two_names() -> None:
+    config = DynamoRuntimeConfig(
+        (DynamoVLLMEngineSpec(('0',)), DynamoVLLMEngineSpec(('GPU-5d5ba0d6-d33d',)))
+    )
+    with pytest.raises(StartError, match='GPU 0 and GPU GPU-5d5ba0d6-d33d are one'):
+        _DynamoLocalRuntime(MODEL, config, topology=Topology(None, (0,), UUIDS))
 
 
-def test_another_model_may_share_a_gpu_that_neither_names() -> None:
-    first, second = native().load_model(), native('other').load_model()
-    assert runs(first.status()[0].pid)
-    assert runs(second.status()[0].pid)
+def test_cores_that_a_user_names_are_the_engines_own_and_others_are_not() -> None:
+    def locks(config: DynamoRuntimeConfig) -> list[str]:
+        runtime = _DynamoLocalRuntime(MODEL, config, topology=Topology((), (0, 1)))
+        return [claim.lock for claim in runtime._locks._claims]
 
-
-def test_the_successor_of_a_killed_process_waits_for_its_engine() -> None:
-    env = {**os.environ, 'FAKES': FAKE_MODULES}
-    with subprocess.Popen(
-        (sys.executable, '-c', LOADS), stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
-    ) as owner:
-        assert owner.stdout is not None
-        engine = int(owner.stdout.readline())
-        os.kill(engine, signal.SIGSTOP)  # it does not end at TERM, but by the shim's KILL
-        owner.kill()
-        owner.wait()
-    model = native().load_model()
-    assert not runs(engine)
-    assert runs(model.status()[0].pid)
-
-
-def test_a_load_that_was_abandoned_in_its_start_makes_room() -> None:
-    env = {**os.environ, 'PYTHONPATH': FAKE_MODULES, 'CUDA_VISIBLE_DEVICES': '0,1'}
-
-    def runtime(start_timeout_secs: float) -> _DynamoLocalRuntime:
-        config = DynamoRuntimeConfig.for_devices(
-            num_engines=2, discovery='file', start_timeout_secs=start_timeout_secs
-        )
-        return _DynamoLocalRuntime(MODEL, config, env=env)
-
-    first, second = runtime(60), runtime(60)
-    with ThreadPoolExecutor() as threads:
-        abandoned = threads.submit(first.start)
-        wait_until('its engines run', lambda: len(first.statuses()) == 4)
-        waiting = threads.submit(second.start)
-        with pytest.raises(StartError, match='given up'):
-            abandoned.result(timeout=30)
-        wait_until('the engines of the second run', lambda: len(second.statuses()) == 4)
-        second.close()
-        with pytest.raises(StartError, match='given up'):
-            waiting.result(timeout=30)
+    named = DynamoRuntimeConfig((DynamoVLLMEngineSpec(cpu_cores=(1,)),), engine_kind='cpu')
+    assert locks(named) == ['core-1']
+    assert locks(DynamoRuntimeConfig.for_devices(num_engines=1, engine_kind='cpu')) == []
 
 
 def test_simulated_engines_lock_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), another_process('0', '1'):
         runtime = _DynamoLocalRuntime(MODEL, simulated(2))
-        assert runtime._locks.fds == ()
         runtime._locks.acquire(0)
-    assert 'waiting' not in caplog.text
-
-
-def test_two_starts_at_once_in_one_process_leave_one() -> None:
-    holders = [Holder() for _ in range(4)]
-    barrier = threading.Barrier(len(holders))
-
-    def acquire(holder: Holder) -> None:
-        barrier.wait()
-        holder.locks.acquire(20)
-
-    with ThreadPoolExecutor() as threads:
-        for start in [threads.submit(acquire, holder) for holder in holders]:
-            with contextlib.suppress(StartError):
-                start.result(timeout=30)
-    assert sum(bool(holder.closed) for holder in holders) == 3
-    for holder in holders:
-        holder.close()
+        assert runtime._locks.fds == ()
+    assert 'waits' not in caplog.text

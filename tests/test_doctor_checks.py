@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from apache_beam_vllm_dynamo import DynamoRuntimeConfig, DynamoVLLMEngineSpec, _marker, doctor
-from apache_beam_vllm_dynamo._device_lock import DeviceLocks
+from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
 from apache_beam_vllm_dynamo._doctor_file import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_flags import (
     FRONTEND,
@@ -346,14 +346,12 @@ def test_what_a_dead_run_left_is_seen_and_left_alone(tmp_path: Path) -> None:
 
 
 class _Holder:
-    identity = 'test'
-
-    def close(self, reason: str = 'closed') -> None:
-        """Nothing to end."""
+    description = 'test'
+    ending = False
 
 
 def test_a_gpu_that_a_run_holds_is_named() -> None:
-    locks = DeviceLocks(_Holder(), ['GPU-doctor'])
+    locks = DeviceLocks(_Holder(), [Claim('gpu-GPU-doctor', 'GPU GPU-doctor')])
     locks.acquire(5)
     try:
         [held] = [held for held in look_up_leftovers().held if 'GPU-doctor' in held]

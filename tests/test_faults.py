@@ -31,7 +31,7 @@ from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._marker import MARKER
 from apache_beam_vllm_dynamo._private_directory import PREFIX
 from apache_beam_vllm_dynamo._routing import listening_ports
-from benchmarks._fault_injection import config_fields, not_whole
+from benchmarks._fault_injection import config_fields, not_whole, runtime_of
 from tests.support.pipelines import IN_PROCESS, our_metrics
 from tests.support.processes import ROOT, runs, wait_until
 from tests.support.stacks import MODEL, metric, simulated
@@ -318,7 +318,7 @@ def children_of_owner(pid: int) -> list[str]:
 def test_what_the_frontend_routes_to_is_told_from_what_listens() -> None:
     model = handler_of().load_model()
     port = int(model.endpoint().rpartition(':')[2])
-    routed = _probes.routed_ports(port, model._runtime._stack.namespace)  # type: ignore[attr-defined]  # of one kind of runtime
+    routed = _probes.routed_ports(port, runtime_of(model)._stack.namespace)
     assert routed is not None
     assert len(routed) == ENGINES
     for pid in engines_of(pids(model)):

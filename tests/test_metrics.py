@@ -16,11 +16,12 @@ from apache_beam_vllm_dynamo import (
     ErrorKind,
     InferenceError,
     LLMInference,
+    RuntimeFailedError,
     VLLMCompletionsModelHandler,
-    _model_server,
     _prefix_census,
     _probes,
     _reuse,
+    _runtime,
 )
 from apache_beam_vllm_dynamo._metrics import NAMESPACE, InferenceMetrics
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
@@ -118,10 +119,13 @@ class Counting:
     """A runtime whose servers count."""
 
     totals: dict[str, int]
+    identity: str = 'counting'
+    description: str = 'it'
     window: int = 1
     kv_caches: int = 1
+    failure: RuntimeFailedError | None = None
 
-    def start(self) -> None:
+    def start(self, hold_fds: Sequence[int] = ()) -> None:
         pass
 
     def endpoint(self) -> str:
@@ -138,9 +142,9 @@ class Counting:
 
 
 def test_an_event_is_counted_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_model_server, 'COUNTS_EVERY_S', 0.0)
+    monkeypatch.setattr(_runtime, 'COUNTS_EVERY_S', 0.0)
     runtime = Counting({'migrated_requests': 4, 'requests_of_engine_1': 10})
-    model = _VLLMModelServer(runtime)
+    model = _VLLMModelServer(lambda: runtime)
     assert model.take_events() == {'migrated_requests': 4, 'requests_of_engine_1': 10}
     assert model.take_events() == {}
     runtime.totals = {'requests_of_engine_1': 12}  # the frontend does not answer
@@ -151,9 +155,9 @@ def test_an_event_is_counted_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_servers_are_not_asked_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_model_server, 'COUNTS_EVERY_S', 3600.0)
+    monkeypatch.setattr(_runtime, 'COUNTS_EVERY_S', 3600.0)
     runtime = Counting({'migrated_requests': 4})
-    model = _VLLMModelServer(runtime)
+    model = _VLLMModelServer(lambda: runtime)
     assert model.take_events() == {'migrated_requests': 4}
     runtime.totals = {'migrated_requests': 9}
     assert model.take_events() == {}

@@ -133,7 +133,10 @@ def ask(runner: Any, options: PipelineOptions, directory: pathlib.Path) -> list[
             pipeline
             | beam.Create(PROMPTS)
             | beam.Reshuffle()
-            | RunInference(completions(max_batch_size=4), inference_args=inference_args)
+            # Beam loads the model of each step for itself, in whichever process comes first.
+            | 'first' >> RunInference(completions(max_batch_size=4), inference_args=inference_args)
+            | 'prompts' >> beam.Map(lambda result: result.example)
+            | 'second' >> RunInference(completions(max_batch_size=4), inference_args=inference_args)
             | beam.Map(witness)
             | beam.io.WriteToText(str(directory / 'answers'))
         )

@@ -30,7 +30,7 @@ FAKE_MODULES = str(pathlib.Path(__file__).parents[1] / 'fakes' / 'modules')
 # 1 ms a request, instead of the timing of a GPU.
 FAST = {'speedup-ratio': 1000}
 
-_OURS = re.compile(r'supervisor|probe|reader|vllm-dynamo-client')
+_OURS = re.compile(r'supervisor|probe|reader|vllm-dynamo-client|share')
 
 
 def simulated(num_engines: int = 2, **fields: Any) -> DynamoRuntimeConfig:

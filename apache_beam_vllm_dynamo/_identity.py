@@ -1,0 +1,47 @@
+"""What tells one server from another: equal settings give equal identities in every process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# What the servers read of the environment; the rest of it may differ from process to process.
+_SERVER_VARIABLES = (
+    'CUDA_', 'DYN_', 'ETCD_', 'HF_', 'LD_LIBRARY_PATH', 'NCCL_', 'NVIDIA_', 'PYTHON', 'TORCH_',
+    'TRANSFORMERS_', 'TRITON_', 'VLLM_',
+)  # fmt: skip
+DIGITS = 16  # of 64: no two of the few servers of a machine have these in common
+
+
+def identity_of(*settings: object) -> str:
+    """A name for these settings that is fit for a file and says nothing of their values."""
+    text = json.dumps(_plain(settings), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+def settings_of(env: Mapping[str, str]) -> dict[str, str]:
+    """What counts of a server's environment: what was set for it, or is read by it."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name.startswith(_SERVER_VARIABLES) or os.environ.get(name) != value
+    }
+
+
+def model_of(name: str) -> str:
+    """The model, the same whatever directory a path to it begins at."""
+    return os.path.realpath(name) if os.path.exists(name) else name  # noqa: PTH110 - it is text
+
+
+def _plain(value: object) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)

@@ -1,0 +1,447 @@
+"""One server for all who load the same model with the same settings, here and elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import apache_beam as beam
+import pytest
+from apache_beam.ml.inference.base import PredictionResult, RunInference
+from apache_beam.utils.multi_process_shared import MultiProcessShared
+
+from apache_beam_vllm_dynamo import (
+    ChildExitedError,
+    DevicesBusyError,
+    DynamoRuntimeConfig,
+    RuntimeFailedError,
+    StartError,
+    VLLMChatModelHandler,
+    VLLMCompletionsModelHandler,
+    _sharing,
+)
+from apache_beam_vllm_dynamo._door import Caller, Door, LineLostError
+from apache_beam_vllm_dynamo._lock_files import lock_directory, read_note
+from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
+from apache_beam_vllm_dynamo._service import RESTART_POLICY
+from tests.support.pipelines import IN_PROCESS, collect, collected
+from tests.support.processes import ROOT, ProcessTree, fds_of, runs, wait_until
+from tests.support.stacks import FAKE_MODULES, MODEL
+
+pytestmark = pytest.mark.usefixtures('nothing_left')
+
+# Loads the handler of `native`, says the server's process id, and does what it is told.
+LOADS = """
+import os, signal, sys
+from tests.test_sharing import failure, native
+signal.alarm(100)
+model = native(sys.argv[1]).load_model()
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"""
+
+
+def native(directory: Path | str, **env: str) -> VLLMCompletionsModelHandler:
+    """The native server, a fake that notes its starts, on a worker with one GPU."""
+    own = {'RECORD_STARTS': f'{directory}/starts', 'START_GATE': f'{directory}/gate'}
+    env = {'PYTHONPATH': FAKE_MODULES, 'CUDA_VISIBLE_DEVICES': '0', **own, **env}
+    return VLLMCompletionsModelHandler('m', env_vars=env)
+
+
+def starts(directory: Path) -> list[int]:
+    """The processes of the servers that were started, in order."""
+    record = directory / 'starts'
+    return [int(line) for line in record.read_text().split()] if record.exists() else []
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """Where servers note their starts; the gate is open."""
+    (tmp_path / 'gate').touch()
+    return tmp_path
+
+
+class Other:
+    """Another SDK process that has loaded the handler."""
+
+    def __init__(self, directory: Path, tree: ProcessTree) -> None:
+        self.process = subprocess.Popen(
+            (sys.executable, '-c', LOADS, str(directory)),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            env={**os.environ, **tree.env},
+        )  # fmt: skip
+
+    def ask(self, expression: str) -> str:
+        """What an expression is there, once the handler is loaded."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f'{expression}\n')
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def server(self) -> int:
+        """The process id of the server that it uses."""
+        return int(self.ask('model.status()[0].pid'))
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def other_process(directory: Path) -> Iterator[Callable[[], Other]]:
+    others: list[Other] = []
+
+    def start() -> Other:
+        others.append(Other(directory, tree))
+        return others[-1]
+
+    with ProcessTree() as tree:
+        yield start
+        for other in others:
+            other.kill()
+        tree.wait_until_gone()
+
+
+def test_a_second_load_shares_the_server_of_the_first_until_the_last_has_left(
+    directory: Path,
+) -> None:
+    first, second = native(directory).load_model(), native(directory).load_model()
+    [pid] = starts(directory)
+    assert first.status() == second.status()
+    assert first.server_id() != second.server_id()
+    first.close()
+    first.close()
+    assert runs(pid)
+    assert len(native(directory).run_inference(['x'], second)) == 1
+    with pytest.raises(RuntimeFailedError, match='closed'):
+        first.endpoint()
+    second.close()
+    assert not runs(pid)
+    assert [status.state for status in second.status()] == ['stopped']
+
+
+def test_a_server_that_is_dropped_without_a_word_has_left(directory: Path) -> None:
+    first, second = native(directory).load_model(), native(directory).load_model()
+    [pid] = starts(directory)
+    del first
+    assert runs(pid)
+    del second
+    assert not runs(pid)
+
+
+def test_chat_and_completions_of_one_model_share_a_server(directory: Path) -> None:
+    handler = native(directory)
+    chat = VLLMChatModelHandler('m', env_vars=handler._server_env)
+    first, second = handler.load_model(), chat.load_model()
+    assert first.status() == second.status()
+    assert len(starts(directory)) == 1
+
+
+@pytest.mark.parametrize(
+    'change', [{'A': 'b'}, {'VLLM_LOGGING_LEVEL': 'DEBUG'}, {'CUDA_VISIBLE_DEVICES': '1'}]
+)
+def test_another_environment_is_another_server(directory: Path, change: dict[str, str]) -> None:
+    first, second = native(directory).load_model(), native(directory, **change).load_model()
+    assert len(starts(directory)) == 2
+    assert all(runs(model.status()[0].pid) for model in (first, second))
+
+
+def test_identities_are_equal_exactly_where_the_settings_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def identity(config: DynamoRuntimeConfig, **fields: Any) -> str:
+        handler = VLLMCompletionsModelHandler(
+            MODEL, use_dynamo=True, dynamo_runtime_config=config, **fields
+        )
+        return handler._runtime().identity
+
+    def config(num_engines: int = 2, **fields: Any) -> DynamoRuntimeConfig:
+        return DynamoRuntimeConfig.for_devices(
+            num_engines=num_engines, engine_kind='simulated', **fields
+        )
+
+    one = identity(config(), max_retries=1, max_in_flight=3)
+    monkeypatch.setenv('WORKER_ID', '7')
+    assert identity(config()) == one
+    assert identity(config(), env_vars={'WORKER_ID': '7'}) == one
+    others = [
+        identity(config(3)),
+        identity(config(router_mode='round-robin')),
+        identity(config(vllm_server_kwargs={'max-num-seqs': 4})),
+        identity(config(), env_vars={'A': '1'}),
+    ]
+    assert len({one, *others}) == 5
+
+
+def test_processes_share_one_server_and_it_lives_as_long_as_any_of_them_uses_it(
+    directory: Path, other_process: Callable[[], Other]
+) -> None:
+    model = native(directory).load_model()
+    [pid] = starts(directory)
+    second, third = other_process(), other_process()
+    assert second.server() == third.server() == pid
+    assert second.ask('len(native(sys.argv[1]).run_inference(["x"], model))') == '1'
+    assert second.ask('model.window()') == str(model.window())
+    second.kill()
+    model.close()
+    assert third.ask('len(native(sys.argv[1]).run_inference(["x"], model))') == '1'
+    assert runs(pid)
+    third.ask('model.close()')
+    wait_until('the server has ended', lambda: not runs(pid))
+    assert starts(directory) == [pid]
+
+
+def test_when_the_process_that_runs_it_is_killed_another_takes_over(
+    directory: Path, other_process: Callable[[], Other]
+) -> None:
+    owner = other_process()
+    first = owner.server()
+    handler = native(directory)
+    model = handler.load_model()
+    window = model.window()
+    os.kill(first, signal.SIGSTOP)  # it does not end at TERM, but by the shim's KILL
+    owner.kill()
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(handler.run_inference, ['x'], model) for _ in range(4)]
+        assert [len(answers.result(60)) for answers in asked] == [1] * 4
+    assert not runs(first)
+    assert starts(directory) == [first, model.status()[0].pid]
+    assert model.window() == window
+
+
+def test_a_load_meanwhile_in_another_process_waits_for_the_same_start(
+    tmp_path: Path, other_process: Callable[[], Other]
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        own = threads.submit(native(tmp_path).load_model)
+        wait_until('it starts', lambda: starts(tmp_path))
+        reload = threads.submit(native(tmp_path).load_model)
+        other = other_process()
+        elsewhere = threads.submit(other.server)
+        wait_until('all wait', lambda: users() == 3)
+        (tmp_path / 'gate').touch()
+        models = own.result(20), reload.result(20)
+        assert starts(tmp_path) == [elsewhere.result(20)]
+    assert [model.status()[0].pid for model in models] == starts(tmp_path) * 2
+
+
+def users() -> int:
+    [host] = _sharing._hosts.values()
+    return host._users
+
+
+def test_a_start_that_fails_does_so_once_for_all_who_wait(
+    tmp_path: Path, other_process: Callable[[], Other]
+) -> None:
+    handler = native(tmp_path, EXIT_AT_START='a bad flag')
+    descriptors = len(fds_of())
+    with ThreadPoolExecutor() as threads:
+        loads = [threads.submit(handler.load_model)]
+        wait_until('it starts', lambda: starts(tmp_path))
+        loads.append(threads.submit(handler.load_model))
+        wait_until('both wait', lambda: users() == 2)
+        (tmp_path / 'gate').touch()
+        for load in loads:
+            with pytest.raises(ChildExitedError, match='a bad flag'):
+                load.result(20)
+    assert len(starts(tmp_path)) == 1
+    assert _sharing._hosts == {}
+    assert len(fds_of()) <= descriptors
+
+
+def test_what_was_given_up_says_why_and_the_next_load_starts_anew(
+    directory: Path, other_process: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr('apache_beam_vllm_dynamo._restart.RestartPolicy.backoff_s', lambda *_: 0.1)
+    handler = native(directory)
+    first = handler.load_model()
+    other = other_process()
+    other.server()
+    for _ in range(RESTART_POLICY.max_consecutive_failures + 1):
+        pid = wait_until('it runs', lambda: first.status()[0].pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        wait_until('it has ended', lambda: first.status()[0].pid != pid)  # noqa: B023 - called at once
+    wait_until('it is given up', lambda: first.status()[0].state == 'failed')
+    with pytest.raises(RuntimeFailedError, match='failed 6 times in a row'):
+        first.endpoint()
+    assert 'failed 6 times' in other.ask('failure(model)')
+    second = handler.load_model()
+    assert len(handler.run_inference(['x'], second)) == 1
+    with pytest.raises(RuntimeFailedError, match='failed 6 times in a row'):
+        first.endpoint()
+    first.close()
+    assert len(handler.run_inference(['x'], second)) == 1
+
+
+def test_a_reload_by_beam_outlives_what_beam_deletes_afterwards(directory: Path) -> None:
+    """A time-out has Beam load the model under a new tag, and delete the old one later."""
+    handler = native(directory)
+
+    def shared(tag: str) -> MultiProcessShared[Any]:
+        path = str(directory)
+        return MultiProcessShared(handler.load_model, tag=tag, path=path, always_proxy=True)
+
+    old, new = shared('sharing_0'), shared('sharing_reload_10')
+    old.acquire()
+    model: Any = new.acquire()
+    assert users() == 2
+    old.unsafe_hard_delete()
+    assert users() == 1
+    [pid] = starts(directory)
+    assert runs(pid)
+    assert len(handler.run_inference(['x'], model)) == 1
+    new.release(model)
+    del model  # until then a thread that has answered it keeps what it asked last
+    wait_until('the server has ended', lambda: not runs(pid))
+
+
+def test_two_steps_with_one_handler_on_the_same_gpu_share_its_server(directory: Path) -> None:
+    collected.clear()
+    handler = native(directory)
+    with beam.Pipeline(options=IN_PROCESS) as pipeline:
+        _ = (
+            pipeline
+            | beam.Create(['one', 'two'])
+            | 'first' >> RunInference(handler)
+            | 'prompts' >> beam.Map(prompt_of)
+            | 'second' >> RunInference(native(directory))
+            | 'prompts again' >> beam.Map(prompt_of)
+            | 'collect' >> beam.Map(collect)
+        )
+    assert sorted(collected) == ['one', 'two']
+    assert len(starts(directory)) == 1
+
+
+def prompt_of(result: PredictionResult) -> str:
+    return str(result.example)
+
+
+def test_steps_with_other_settings_on_the_same_gpus_are_refused_with_both_named() -> None:
+    env = {'PYTHONPATH': FAKE_MODULES, 'CUDA_VISIBLE_DEVICES': '0,1'}
+
+    def handler(model: str, *devices: str) -> VLLMCompletionsModelHandler:
+        config = DynamoRuntimeConfig.for_devices(gpu_devices=devices, discovery='file')
+        return VLLMCompletionsModelHandler(
+            model, use_dynamo=True, dynamo_runtime_config=config, env_vars=env
+        )
+
+    with ThreadPoolExecutor() as threads:
+        begun = threads.submit(handler('this', '0', '1').load_model)
+        host = wait_until('it starts', lambda: next(iter(_sharing._hosts.values()), None))
+        assert host is not None
+        wait_until('its engines run', lambda: len(host.runtime.statuses()) == 4)
+        with pytest.raises(DevicesBusyError) as raised:
+            handler('that', '1').load_model()
+        host.runtime.close()
+        with pytest.raises(StartError, match='given up'):
+            begun.result(30)
+    said = str(raised.value)
+    assert "GPU 1 is in use by model 'this' (Dynamo, 2 engines, kv) of this process" in said
+    assert "model 'that' (Dynamo, 1 engine, kv) needs it" in said
+    assert 'gpu_devices' in said
+
+
+def test_one_that_cannot_be_reached_is_waited_for_with_an_end(
+    directory: Path, other_process: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from another network namespace."""
+    other = other_process()
+    other.server()
+    [path] = lock_directory().glob('server-*.lock')
+    path.write_text(json.dumps(read_note(path) | {'address': '\0nobody'}))
+    monkeypatch.setattr(_sharing, 'UNREACHABLE_BOUND_S', 0.3)
+    with pytest.raises(DevicesBusyError, match=rf'run by process {other.process.pid} .*network'):
+        native(directory).load_model()
+
+
+def test_a_fork_uses_no_server_of_its_parents(directory: Path) -> None:
+    model = native(directory).load_model()
+    pid = os.fork()
+    if not pid:
+        host = next(iter(_sharing._hosts.values()))
+        os._exit(0 if not host.admit() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert runs(model.status()[0].pid)
+
+
+class Echo:
+    """Answers some questions."""
+
+    left = 0
+
+    def answer(self, question: str) -> object:
+        if question == 'fail':
+            raise StartError('as asked')
+        if question == 'fail badly':
+            raise Unsendable(lambda: None)
+        return question
+
+    def leave(self) -> None:
+        Echo.left += 1
+
+
+class Unsendable(Exception):  # noqa: N818
+    """Cannot be pickled."""
+
+
+@pytest.fixture
+def door() -> Iterator[Door]:
+    before = set(threading.enumerate())
+    Echo.left = 0
+    door = Door(Echo, 'test')
+    yield door
+    door.close()
+    wait_until('its threads have ended', lambda: set(threading.enumerate()) <= before)
+
+
+def test_a_question_is_answered_or_raises_what_was_raised(door: Door) -> None:
+    caller = Caller(door.address)
+    assert caller.ask('x' * 1_000_000) == 'x' * 1_000_000
+    with pytest.raises(StartError, match='as asked'):
+        caller.ask('fail')
+    with pytest.raises(RuntimeError, match='Unsendable'):
+        caller.ask('fail badly')
+    caller.close()
+    caller.close()
+    wait_until('it has left', lambda: Echo.left == 1)
+    with pytest.raises(LineLostError):
+        caller.ask('more')
+
+
+def test_a_closed_door_cuts_those_off_who_are_inside_and_lets_nobody_in(door: Door) -> None:
+    caller = Caller(door.address)
+    assert caller.ask('x') == 'x'
+    door.close()
+    with pytest.raises(LineLostError):
+        caller.ask('x')
+    with pytest.raises(LineLostError):
+        Caller(door.address)
+    caller.close()
+
+
+def test_another_users_process_is_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    caller = Caller(door.address)
+    monkeypatch.setattr(os, 'getuid', lambda: -2)
+    with pytest.raises(LineLostError, match='another user'):
+        Caller(door.address)
+    monkeypatch.undo()
+    assert caller.ask('x') == 'x'
+    caller.close()
+
+
+def failure(model: _VLLMModelServer) -> str:
+    """What the endpoint raises."""
+    try:
+        return model.endpoint()
+    except RuntimeFailedError as error:
+        return error.reason
