@@ -13,7 +13,8 @@ owner ends, however it ends, and that end of file is the lifeline being cut.
   with ``ORPHAN_GRACE_S`` instead, where that is shorter.
 * Status pipe, shim to owner, one JSON object a line: ``started`` with ``pid``;
   ``not_started`` with ``errno`` and ``error``; ``ended`` with ``returncode`` (negative for a
-  signal), which is written strictly after the last descendant is gone.
+  signal), which is written strictly after the last descendant is gone; before it ``lingers`` with
+  ``pids``, once, where some have not gone seconds after their KILL.
 * ``HOLD_FDS`` (comma separated, or ``-``) stay open until then, so that an flock on one of
   them is held as long as a process that it protects lives. The command gets none of them.
 * ``SCRATCH`` (or ``-``) is a directory that several shims and the owner share, each with a
@@ -58,6 +59,8 @@ ORPHANED = -1  # not a byte: end of file on the control pipe
 # only matters for one that hangs in the kernel, where looking more often helps nobody.
 FIRST_KILL_PAUSE_S = 0.01
 LONGEST_KILL_PAUSE_S = 0.5
+# Before the owner stops waiting for the end: it is to know that this is no fault of the shim.
+LINGERS_AFTER_S = 3.0
 
 # The kernel closes the files of a killed owner one by one, the pipe perhaps before the lock.
 OWNER_TEARDOWN_S = 2.0
@@ -135,10 +138,16 @@ class Shim:
 
     def _kill_all(self) -> None:
         pause_s = FIRST_KILL_PAUSE_S
+        lingers_at = time.monotonic() + LINGERS_AFTER_S
         while not self._reap():
+            left = []
             for pid in _children():
+                left.append(pid)
                 with contextlib.suppress(OSError):  # not ours to kill: left to its own end
                     os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > lingers_at:
+                self._report(event='lingers', pids=left)
+                lingers_at = math.inf
             self._requests(pause_s)
             pause_s = min(2 * pause_s, LONGEST_KILL_PAUSE_S)
 

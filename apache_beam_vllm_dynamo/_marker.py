@@ -104,6 +104,12 @@ def cpu_ticks(pid: int) -> int | None:
     return int(fields[11]) + int(fields[12]) if fields is not None else None
 
 
+def exists(pid: int) -> bool:
+    """Whether there is a process of that id that is not only waiting to be collected."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] not in (b'Z', b'X')
+
+
 def _is_shim(pid: str) -> bool:
     try:
         arguments = pathlib.Path(f'/proc/{pid}/cmdline').read_bytes().split(b'\0')

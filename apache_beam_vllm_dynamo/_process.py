@@ -11,6 +11,9 @@ Whatever happens to the owner (this process), the child is gone soon after:
 * The shim is killed: the kernel kills the command, and the owner finds the rest by a
   marker in their environment.
 
+Only a process that the kernel does not end, one that hangs in a driver, is there longer; its
+shim then waits for it, and with it keeps what it was given to hold.
+
 Nothing here knows what the child is for.
 """
 
@@ -39,6 +42,7 @@ from apache_beam_vllm_dynamo._marker import (
     MARKER,
     READABLE_ENVIRON,
     SWEEP_BOUND_S,
+    exists,
     kill_marked,
     new_token,
 )
@@ -164,6 +168,13 @@ class ManagedProcess:
         """How it ended, once it and all of its descendants are gone; else ``None``."""
         return self._run.exit if self._run is not None else None
 
+    def left(self) -> tuple[int, ...]:
+        """The process ids of those that are still there, of what is to have ended.
+
+        Only for after a stop, a kill or an end; empty when nothing is left.
+        """
+        return self._run.left() if self._run is not None else ()
+
     def wait(self, timeout_s: float | None = None) -> ExitStatus | None:
         """Waits at most `timeout_s` seconds for what :meth:`poll` says, and returns it."""
         self._check_owner()
@@ -183,7 +194,7 @@ class ManagedProcess:
 
         Returns:
           Whether no descendant is left; false only for one that even KILL did not end in
-          time, which is logged as an error.
+          time, which is logged as an error and named by :meth:`left`.
         """
         return stop_all((self,), reason)
 
@@ -220,6 +231,9 @@ def _end(processes: Sequence[ManagedProcess], command: bytes, reason: str) -> bo
     # The reader's own thread (a stop from `on_line`) cannot wait for itself.
     waiting = [run for run in runs if run.reader is not threading.current_thread()]
     late = [run for run in waiting if not run.ended.wait(max(0.0, deadline - time.monotonic()))]
+    # A shim that says why it waits has killed all that it can; without it nobody would hold on
+    # to what the processes use until they are gone.
+    late = [run for run in late if not run.lingers]
     for run in late:
         run.abandon(f'still there {grace_s + KILL_BOUND_S:.0f} s after the request to end')
     deadline = time.monotonic() + 2 * SWEEP_BOUND_S
@@ -243,7 +257,8 @@ class _Run:
         self.start_error: StartError | None = None
         self.pid: int | None = None
         self.exit: ExitStatus | None = None
-        self.survivors: tuple[int, ...] = ()
+        self.survivors: tuple[int, ...] = ()  # the shim and its sweep
+        self.lingers: tuple[int, ...] = ()  # what the shim waits for
         self._returncode: int | None = None
         self._asked = False
         self._on_line = on_line
@@ -312,6 +327,12 @@ class _Run:
         _log.error('%s: %s: killing its guard', self.spec.label, problem)
         self._shim.kill()
 
+    def left(self) -> tuple[int, ...]:
+        """The process ids of those that are still there."""
+        if self.ended.is_set():
+            return tuple(pid for pid in self.survivors if exists(pid))
+        return self.lingers or (self.pid or self._shim.pid,)
+
     def join(self) -> None:
         """Waits for the reader's thread, which ends right after the run."""
         if self.ended.is_set() and self.reader is not threading.current_thread():
@@ -360,6 +381,9 @@ class _Run:
             self.settled.set()
         elif event['event'] == 'ended':
             self._returncode = event['returncode']
+        elif event['event'] == 'lingers':
+            self.lingers = tuple(event['pids'])
+            _log.error('%s: still there after KILL: %s', self.spec.label, self.lingers)
         elif event['errno'] in NOT_EXECUTABLE:
             self.start_error = MissingDependencyError(
                 f'{self.spec.label}: cannot run {self.spec.argv[0]!r}: {event["error"]}. '

@@ -40,6 +40,8 @@ SILENT_PROBES = 5
 SILENT_PROBES_OF_FROZEN = 2
 ADDRESS_TAKEN = 'address in use'
 UNHEALTHY_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
+# What KILL does not end hangs in a driver, which either comes back within seconds or not at all.
+GONE_BOUND_S = 60.0
 LOG_LOOK_INTERVAL_S = 1.0  # of a start: to search the end of a log takes milliseconds
 
 RESTART_POLICY = RestartPolicy(
@@ -146,6 +148,7 @@ class Service:
         self._cpu_time_before: int | None = None
         self._tracker = RestartTracker(spec.restart_policy, clock)
         self._restart_at = 0.0
+        self._lingers_since: float | None = None
         self._started_at = 0.0
         self._next_probe_at = 0.0
         self._silent_probes = 0
@@ -235,7 +238,8 @@ class Service:
         """
         state = self.status.state
         if state is ChildState.RESTARTING:
-            if self._clock() >= self._restart_at and self._has_needs():
+            is_gone = self._predecessor_is_gone()
+            if is_gone and self._clock() >= self._restart_at and self._has_needs():
                 self._start_again()
         elif state in (ChildState.STARTING, ChildState.SERVING):
             exit_status = self.process.poll() if self.process is not None else None
@@ -261,6 +265,25 @@ class Service:
 
     def _has_needs(self) -> bool:
         return all(need.serves for need in self._needs)
+
+    def _predecessor_is_gone(self) -> bool:
+        """Whether nothing is left of the last process, which would share the device."""
+        left = self.process.left() if self.process is not None else ()
+        if not left:
+            self._lingers_since = None
+            return True
+        now = self._clock()
+        if self._lingers_since is None:
+            self._lingers_since = now
+        if now - self._lingers_since > GONE_BOUND_S:
+            problem = f'has processes that KILL does not end: {", ".join(map(str, left))}'
+            self._become(ChildState.FAILED, error=problem)
+            raise RuntimeFailedError(
+                f'{self.spec.label} {problem}. They may hang in the GPU driver and still have the '
+                'memory that the next start needs; reset the GPU, or restart the machine.',
+                self.log_tail(),
+            )
+        return False
 
     def _start_again(self) -> None:
         try:

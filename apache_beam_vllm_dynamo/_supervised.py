@@ -111,7 +111,7 @@ class SupervisedRuntime(abc.ABC):
             self._clear_orphans()
             with_free_addresses(self._start_once)
         except BaseException as error:
-            self._locks.release()
+            self._release_locks()
             if self._closed.is_set() and isinstance(error, Exception):
                 raise StartError(f'The start was given up: the {self._noun} was closed.') from error
             raise
@@ -146,7 +146,7 @@ class SupervisedRuntime(abc.ABC):
         """
         self._closed.set()
         self._take_down(reason)
-        self._locks.release()
+        self._release_locks()
 
     @abc.abstractmethod
     def _bring_up(self, directory: Path, deadline: float) -> None:
@@ -170,12 +170,20 @@ class SupervisedRuntime(abc.ABC):
 
     def _start_once(self) -> None:
         deadline = time.monotonic() + self._start_timeout_s
+        if left := self._left():
+            raise StartError(
+                f'Processes {", ".join(map(str, left))} of the last try have not ended after KILL. '
+                'They may hang in the GPU driver; reset the GPU, or restart the machine.'
+            )
         self._services = []
         try:
             self._directory = PrivateDirectory.make()
             self._bring_up(self._directory.path, deadline)
             supervisor = Supervisor(
-                self._services, f'vLLM {self._noun} supervisor', self._watches()
+                self._services,
+                f'vLLM {self._noun} supervisor',
+                self._watches(),
+                self._let_go,
             )
             supervisor.start()
         except BaseException as error:
@@ -186,6 +194,26 @@ class SupervisedRuntime(abc.ABC):
         if self._closed.is_set():
             self._take_down('closed during its start')
             raise StartError(f'The {self._noun} was closed during its start.')
+
+    def _let_go(self) -> None:
+        """Gives back what it has no use for once it was given up; why can still be asked."""
+        with self._lock:
+            directory, self._directory = self._directory, None
+            self._forget_addresses()
+        if directory is not None:
+            directory.remove()
+        self._release_locks()
+
+    def _left(self) -> list[int]:
+        """What is left of processes that have been stopped."""
+        processes = [s.process for s in self._services if s.process is not None]
+        return [pid for process in processes for pid in process.left()]
+
+    def _release_locks(self) -> None:
+        # A shim holds them on for what KILL does not end; where it is gone, this process has to.
+        ended = [s.process for s in self._services if s.process and s.process.poll() is not None]
+        if not any(process.left() for process in ended):
+            self._locks.release()
 
     def _take_down(self, reason: str) -> None:
         with self._lock:

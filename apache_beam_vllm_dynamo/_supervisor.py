@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from apache_beam_vllm_dynamo._prober import Prober
@@ -31,12 +31,18 @@ class Supervisor:
       services: In the order of their start.
       name: What the thread is called.
       watches: What looks at several of them together.
+      on_given_up: Called when the stack was given up and its processes are killed.
     """
 
     def __init__(
-        self, services: Sequence[Service], name: str, watches: Sequence[Watch] = ()
+        self,
+        services: Sequence[Service],
+        name: str,
+        watches: Sequence[Watch] = (),
+        on_given_up: Callable[[], None] = lambda: None,
     ) -> None:
         self._services = tuple(services)
+        self._on_given_up = on_given_up
         self._watches = tuple(watches)
         self._ended = threading.Event()
         self._failure: RuntimeFailedError | None = None
@@ -83,3 +89,4 @@ class Supervisor:
         for service in self._services:
             if service.status.state is not ChildState.FAILED:
                 service.stopped()
+        self._on_given_up()

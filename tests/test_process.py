@@ -28,6 +28,7 @@ from tests.support.processes import (
     ROOT,
     ProcessTree,
     fds_of,
+    not_to_be_collected,
     nothing_left_in_this_process,
     parent_of,
     report_of,
@@ -518,3 +519,30 @@ class TestHeldDescriptors:
             left = state_of(report['grandchild']), state_of(child.pid or 0)
             stopping.join()
         assert left == (None, None)
+
+    def test_it_is_held_too_while_kill_does_not_end_them(
+        self,
+        tree: ProcessTree,
+        tmp_path: pathlib.Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        monkeypatch.setattr(_process, 'KILL_BOUND_S', 3.5)  # the shim speaks after three
+        path = tmp_path / 'lock'
+        child = ManagedProcess(tree.spec())
+        with path.open('w') as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            child.start(hold_fds=[file.fileno()])
+        report_of(child)
+        assert child.pid is not None
+        with path.open('w') as file:
+            with not_to_be_collected(child.pid):
+                assert not child.kill('a test')
+                assert child.left() == (child.pid,)
+                assert child.poll() is None
+                assert f'still there after KILL: ({child.pid},)' in caplog.text
+                with pytest.raises(BlockingIOError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            assert child.wait(PATIENCE_S) == ExitStatus(-signal.SIGKILL)
+            assert child.left() == ()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

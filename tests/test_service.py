@@ -13,6 +13,7 @@ from apache_beam_vllm_dynamo import RuntimeFailedError, StartError, _service
 from apache_beam_vllm_dynamo._probes import Reply
 from apache_beam_vllm_dynamo._process import ChildSpec, ExitStatus
 from apache_beam_vllm_dynamo._service import (
+    GONE_BOUND_S,
     LIVENESS_TIMEOUT_S,
     RESTART_POLICY,
     SILENT_PROBES,
@@ -43,6 +44,7 @@ class FakeProcess:
         self.spec = spec
         self.exit: ExitStatus | None = None
         self.killed = ''
+        self.lingers: tuple[int, ...] = ()
         self.log: list[str] = []
         self.pid = 100 + len(self.made)
         self.made.append(self)
@@ -57,7 +59,10 @@ class FakeProcess:
     def kill(self, reason: str) -> bool:
         self.killed = reason
         self.exit = CRASH
-        return True
+        return not self.lingers
+
+    def left(self) -> tuple[int, ...]:
+        return self.lingers
 
     def log_tail(self, n: int) -> tuple[str, ...]:
         return tuple(self.log[-n:])
@@ -230,6 +235,34 @@ def test_one_that_refuses_connections_is_given_as_much_time_as_a_silent_one(
     serving.busy = True
     serving.answer = REFUSED
     assert serving.until('restarting') >= (SILENT_PROBES - 1) * LIVENESS_TIMEOUT_S
+
+
+def test_the_next_start_waits_until_nothing_is_left_of_the_last_process(serving: World) -> None:
+    serving.process.lingers = (7, 8)
+    serving.answer = SILENT
+    serving.until('restarting')
+    serving.pass_time(GONE_BOUND_S - 1)
+    assert serving.state == 'restarting'
+    assert len(FakeProcess.made) == 1
+    serving.process.lingers = ()
+    serving.answer = WELL
+    serving.until('serving', bound_s=1)
+
+
+def test_what_kill_does_not_end_is_waited_for_with_an_end_that_names_it(serving: World) -> None:
+    for _ in range(2):  # each time for as long
+        serving.process.lingers = (7, 8)
+        serving.process.exit = CRASH
+        serving.until('restarting')
+        serving.pass_time(GONE_BOUND_S - 1)
+        serving.process.lingers = ()
+        serving.until('serving')
+    serving.process.lingers = (7, 8)
+    serving.process.exit = CRASH
+    with pytest.raises(RuntimeFailedError, match=r'that KILL does not end: 7, 8.*reset the GPU'):
+        serving.pass_time(GONE_BOUND_S + 2)
+    assert serving.state == 'failed'
+    assert len(FakeProcess.made) == 3
 
 
 def test_single_silent_probes_are_forgiven(serving: World) -> None:

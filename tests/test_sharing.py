@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,13 +29,14 @@ from apache_beam_vllm_dynamo import (
     VLLMCompletionsModelHandler,
     _sharing,
 )
+from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
 from apache_beam_vllm_dynamo._door import Caller, Door, LineLostError
 from apache_beam_vllm_dynamo._lock_files import lock_directory, read_note
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
 from apache_beam_vllm_dynamo._service import RESTART_POLICY
 from tests.support.pipelines import IN_PROCESS, collect, collected
 from tests.support.processes import ROOT, ProcessTree, fds_of, runs, wait_until
-from tests.support.stacks import FAKE_MODULES, MODEL
+from tests.support.stacks import FAKE_MODULES, MODEL, directories
 
 pytestmark = pytest.mark.usefixtures('nothing_left')
 
@@ -274,6 +276,12 @@ def test_what_was_given_up_says_why_and_the_next_load_starts_anew(
     wait_until('it is given up', lambda: first.status()[0].state == 'failed')
     with pytest.raises(RuntimeFailedError, match='failed 6 times in a row'):
         first.endpoint()
+    wait_until('its directory is gone', lambda: not directories())
+    free = DeviceLocks(
+        types.SimpleNamespace(description='', ending=False), [Claim('gpu-0', 'GPU 0')]
+    )
+    free.acquire(5)
+    free.release()
     assert 'failed 6 times' in other.ask('failure(model)')
     second = handler.load_model()
     assert len(handler.run_inference(['x'], second)) == 1

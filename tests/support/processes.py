@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import pathlib
@@ -21,6 +22,8 @@ T = TypeVar('T')
 
 FAKES = pathlib.Path(__file__).parents[1] / 'fakes'
 ROOT = FAKES.parents[1]
+
+PTRACE_SEIZE = 0x4206  # linux/ptrace.h
 
 # For what takes milliseconds on an idle machine: only a failing test waits that long.
 PATIENCE_S = 20.0
@@ -142,6 +145,32 @@ def report_of(child: ManagedProcess) -> dict[str, Any]:
     lines = wait_until('the fake child is ready', lambda: child.log_tail(1))
     report: dict[str, Any] = json.loads(lines[0])
     return report
+
+
+@contextlib.contextmanager
+def not_to_be_collected(pid: int) -> Iterator[None]:
+    """A process that stays, when it is killed, until the end of the block.
+
+    As one does that hangs in a driver. This one is traced, so that its parent cannot collect it
+    before the tracer, a thread, has ended.
+    """
+    attached, over = threading.Event(), threading.Event()
+    found: list[int] = []
+
+    def trace() -> None:
+        found.append(ctypes.CDLL(None).ptrace(PTRACE_SEIZE, pid, None, None))
+        attached.set()
+        over.wait()
+
+    thread = threading.Thread(target=trace)
+    thread.start()
+    attached.wait()
+    assert found == [0]
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextlib.contextmanager
