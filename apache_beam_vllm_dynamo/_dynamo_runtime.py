@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 import sys
 import time
 import uuid
@@ -267,18 +266,18 @@ def _check_apart(claims: Sequence[Claim]) -> None:
 
 def _etcd_spec(program: str, stack: Stack) -> ServiceSpec:
     probe = partial(_probes.etcd_serves, stack.addresses.etcd_client_port)
-    return _helper_spec(stack, 'etcd', _commands.etcd_command(program, stack), probe)
+    return _helper_spec('etcd', _commands.etcd_command(program, stack), probe)
 
 
 def _broker_spec(stack: Stack) -> ServiceSpec:
     command = _commands.event_broker_command(stack)
-    return _helper_spec(stack, 'event broker', command, lambda _: None)
+    return _helper_spec('event broker', command, lambda _: None)
 
 
 def _helper_spec(
-    stack: Stack, label: str, command: Command, probe: Callable[[float], Reply | None]
+    label: str, command: Command, probe: Callable[[float], Reply | None]
 ) -> ServiceSpec:
-    spec = _spec(stack, label, command, probe)
+    spec = _spec(label, command, probe)
     return dataclasses.replace(spec, restart_policy=HELPER_RESTART_POLICY)
 
 
@@ -299,7 +298,6 @@ def _frontend_spec(engines: Sequence[Service], stack: Stack) -> ServiceSpec:
         return _probes.frontend_serves(port, model, namespace, serving, timeout_s)
 
     return _spec(
-        stack,
         'frontend',
         _commands.frontend_command(stack),
         serves,
@@ -312,7 +310,6 @@ def _engine_spec(index: int, stack: Stack) -> ServiceSpec:
     spec = config.listed_engines[index]
     return dataclasses.replace(
         _spec(
-            stack,
             f'engine {index + 1} of {len(config.listed_engines)}',
             _commands.engine_command(stack, index),
             partial(_probes.healthy, stack.addresses.engines[index].system_port),
@@ -324,7 +321,6 @@ def _engine_spec(index: int, stack: Stack) -> ServiceSpec:
 
 
 def _spec(
-    stack: Stack,
     label: str,
     command: Command,
     probe: Callable[[float], Reply | None],
@@ -338,5 +334,4 @@ def _spec(
         HELPER_GRACE_S,
         HELPER_START_BOUND_S,
         liveness=liveness,
-        scratch=os.fspath(stack.addresses.directory),
     )

@@ -2,7 +2,7 @@
 
 Usage::
 
-    python -I -S _lifeline.py CONTROL_FD STATUS_FD HOLD_FDS STOP_GRACE_S ORPHAN_GRACE_S SCRATCH \
+    python -I -S _lifeline.py CONTROL_FD STATUS_FD HOLD_FDS STOP_GRACE_S ORPHAN_GRACE_S \
         COMMAND...
 
 The owner holds the only write end of the control pipe. The kernel closes it when the
@@ -17,8 +17,6 @@ owner ends, however it ends, and that end of file is the lifeline being cut.
   ``pids``, once, where some have not gone seconds after their KILL.
 * ``HOLD_FDS`` (comma separated, or ``-``) stay open until then, so that an flock on one of
   them is held as long as a process that it protects lives. The command gets none of them.
-* ``SCRATCH`` (or ``-``) is a directory that several shims and the owner share, each with a
-  shared flock on it. A shim that at its end finds itself the last of them removes it.
 
 The shim is a subreaper: whatever a descendant does (a session of its own, a double fork),
 it is handed to the shim when its parent ends. So when ``waitpid`` says that the shim has no
@@ -37,7 +35,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import math
 import os
@@ -61,9 +58,6 @@ FIRST_KILL_PAUSE_S = 0.01
 LONGEST_KILL_PAUSE_S = 0.5
 # Before the owner stops waiting for the end: it is to know that this is no fault of the shim.
 LINGERS_AFTER_S = 3.0
-
-# The kernel closes the files of a killed owner one by one, the pipe perhaps before the lock.
-OWNER_TEARDOWN_S = 2.0
 
 # Those of a terminal are handled by doing nothing, not ignored: exec resets a handler only.
 HANDLED = {
@@ -261,47 +255,12 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f'prctl({option}) failed')
 
 
-def _share(directory: str | None) -> int | None:
-    """Takes a shared lock on a directory; ``None`` where there is none (any more)."""
-    if directory is None:
-        return None
-    try:
-        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return None
-    return lock
-
-
-def _remove_if_last(directory: str, lock: int, control_fd: int) -> None:
-    """Removes the directory of a dead owner, unless another shim is still to do it."""
-    lifeline = select.poll()
-    lifeline.register(control_fd, 0)  # that it is cut is reported unasked
-    deadline = time.monotonic() + OWNER_TEARDOWN_S
-    while lifeline.poll(0):
-        try:  # two that try at once both give up their shared lock first, so that one succeeds
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            if time.monotonic() > deadline:
-                return
-            time.sleep(FIRST_KILL_PAUSE_S)
-        else:
-            import shutil  # only the last of all shims pays for it
-
-            shutil.rmtree(directory, ignore_errors=True)
-            return
-
-
 def main(arguments: list[str]) -> None:
     control_fd, status_fd = int(arguments[0]), int(arguments[1])
     hold_fds = [] if arguments[2] == '-' else [int(fd) for fd in arguments[2].split(',')]
     for fd in (control_fd, status_fd, *hold_fds):
         os.set_inheritable(fd, False)
-    scratch = None if arguments[5] == '-' else arguments[5]
-    lock = _share(scratch)
-    Shim(control_fd, status_fd, float(arguments[3]), float(arguments[4])).run(arguments[6:])
-    if scratch is not None and lock is not None:
-        _remove_if_last(scratch, lock, control_fd)
+    Shim(control_fd, status_fd, float(arguments[3]), float(arguments[4])).run(arguments[5:])
 
 
 if __name__ == '__main__':

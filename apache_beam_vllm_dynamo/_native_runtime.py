@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -131,5 +130,4 @@ class NativeVLLMRuntime(SupervisedRuntime):
             self._start_timeout_s,
             liveness=partial(_probes.healthy, port),
             devices=self._gpus,
-            scratch=os.fspath(directory),
         )

@@ -72,7 +72,6 @@ class ChildSpec:
       env: The child's whole environment. Never printed: it may hold tokens.
       cwd: Its working directory, or ``None`` for the owner's.
       stop_grace_s: How long a stop waits between TERM and KILL, in seconds.
-      scratch: A directory that goes with the last child that names it, if the owner is gone.
     """
 
     label: str
@@ -80,7 +79,6 @@ class ChildSpec:
     env: Mapping[str, str] = dataclasses.field(repr=False)
     cwd: str | None = None
     stop_grace_s: float = 10.0
-    scratch: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +286,7 @@ class _Run:
             self._output, output = pipe(self._files, theirs)
             fds = (control.fileno(), status.fileno())
             hold = ','.join(map(str, hold_fds)) or '-'
-            arguments = (hold, self.spec.stop_grace_s, ORPHAN_GRACE_S, self.spec.scratch or '-')
+            arguments = (hold, self.spec.stop_grace_s, ORPHAN_GRACE_S)
             shim = (_LIFELINE, *map(str, (*fds, *arguments)))
             return subprocess.Popen(
                 (sys.executable, '-I', '-S', *shim, *self.spec.argv),

@@ -92,7 +92,6 @@ class ServiceSpec:
       env: The whole environment; kept out of ``repr``.
       probe: Asks whether it serves, waiting at most so many seconds; ``None`` when it does,
         else what it answered. It is called on threads of the runtime.
-      scratch: See ``ChildSpec``.
       liveness: A lighter question for while it serves, where silence is what matters;
         ``probe`` itself where there is none.
       stop_grace_s: How long it may take to end by itself, in seconds.
@@ -110,7 +109,6 @@ class ServiceSpec:
     devices: tuple[str, ...] = ()
     restart_policy: RestartPolicy = RESTART_POLICY
     liveness: Callable[[float], Answer | None] | None = None
-    scratch: str | None = None
 
 
 class Service:
@@ -176,7 +174,6 @@ class Service:
             spec.argv,
             spec.env,
             stop_grace_s=spec.stop_grace_s,
-            scratch=spec.scratch,
         )
         self.process = ManagedProcess(child)
         self._started_at = self._clock()

@@ -65,6 +65,7 @@ class SupervisedRuntime(abc.ABC):
         )
         self._description = description
         self._locks = DeviceLocks(self, claims)
+        self._locked_fds: tuple[int, ...] = ()
         self._hold_fds: tuple[int, ...] = ()
         self._services: list[Service] = []
         self._ready = False
@@ -105,7 +106,7 @@ class SupervisedRuntime(abc.ABC):
         """
         self._clear_orphans()
         self._locks.acquire(self._start_timeout_s, self._closed.is_set)
-        self._hold_fds = (*hold_fds, *self._locks.fds)
+        self._locked_fds = (*hold_fds, *self._locks.fds)
         try:
             # Whoever held the locks may have died just now, with its shims, and left engines.
             self._clear_orphans()
@@ -178,6 +179,7 @@ class SupervisedRuntime(abc.ABC):
         self._services = []
         try:
             self._directory = PrivateDirectory.make()
+            self._hold_fds = (*self._locked_fds, self._directory.fd)
             self._bring_up(self._directory.path, deadline)
             supervisor = Supervisor(
                 self._services,

@@ -50,7 +50,7 @@ from apache_beam_vllm_dynamo._doctor_packages import Packages, check_packages, c
 from apache_beam_vllm_dynamo._doctor_report import Check, Result, exit_status, table
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._placement import Topology
-from apache_beam_vllm_dynamo._private_directory import STALE_AFTER_S, PrivateDirectory
+from apache_beam_vllm_dynamo._private_directory import PREFIX, STALE_AFTER_S, PrivateDirectory
 from tests.support.processes import wait_until
 
 GIB = 1 << 30
@@ -319,11 +319,11 @@ def test_what_a_dead_run_left_is_seen_and_left_alone(tmp_path: Path) -> None:
     """A process whose owner is gone, and a directory that nobody holds."""
     assert check_leftovers(Leftovers())[0].result == 'ok'
     directory = PrivateDirectory.make()
-    abandoned = directory.path
+    abandoned = directory.path.with_name(f'{PREFIX}abandoned')
+    abandoned.mkdir()
     old = time.time() - STALE_AFTER_S - 1
-    os.utime(abandoned, (old, old))
-    assert abandoned not in look_up_leftovers().directories
-    directory._lock.close()
+    for path in (directory.path, abandoned):
+        os.utime(path, (old, old))
     token = '999999.1.cafe'  # of a process that cannot exist
     with subprocess.Popen(
         [sys.executable, '-S', '-c', 'input()'],
@@ -333,7 +333,7 @@ def test_what_a_dead_run_left_is_seen_and_left_alone(tmp_path: Path) -> None:
         try:
             wait_until('it is seen', lambda: orphan.pid in look_up_leftovers().processes)
             left = look_up_leftovers()
-            assert abandoned in left.directories
+            assert list(left.directories) == [abandoned]
             [check] = check_leftovers(dataclasses.replace(left, held=()))
             assert check.result == 'warning'
             assert str(orphan.pid) in check.found
@@ -343,6 +343,7 @@ def test_what_a_dead_run_left_is_seen_and_left_alone(tmp_path: Path) -> None:
         finally:
             orphan.kill()
             abandoned.rmdir()
+            directory.remove()
 
 
 class _Holder:

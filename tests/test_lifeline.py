@@ -74,7 +74,7 @@ class Shim:
         if early is not None:
             self.ask(early) if early else self.cut()
         self.status, write_end = os.pipe()
-        numbers = (str(read_end), str(write_end), '-', str(stop_grace_s), str(orphan_grace_s), '-')
+        numbers = (str(read_end), str(write_end), '-', str(stop_grace_s), str(orphan_grace_s))
         self.process = subprocess.Popen(
             (sys.executable, '-I', '-S', _lifeline.__file__, *numbers, *command),
             env={**tree.env, **(env or {})},
@@ -325,7 +325,7 @@ def test_the_shim_needs_nothing_but_the_standard_library() -> None:
     loaded = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.split()
     assert set(loaded) <= sys.stdlib_module_names
     assert not {'subprocess', 'threading', 'asyncio', 'logging'} & set(loaded)
-    assert len(pathlib.Path(_lifeline.__file__).read_text().splitlines()) < 330
+    assert len(pathlib.Path(_lifeline.__file__).read_text().splitlines()) < 300
 
 
 def _pending(pid: int) -> int:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from apache_beam_vllm_dynamo import _private_directory
+from apache_beam_vllm_dynamo import StartError, _private_directory
 from apache_beam_vllm_dynamo._private_directory import PrivateDirectory, remove_stale
-from tests.support.processes import ROOT, ProcessTree, wait_until
+from tests.support.processes import (
+    ROOT,
+    ProcessTree,
+    nothing_left_in_this_process,
+    runs,
+    wait_until,
+)
 
 OWNER = """
 import sys
@@ -24,11 +30,11 @@ import os
 directory = PrivateDirectory.make()
 (directory.path / 'file').write_text('x')
 children = [
-    ManagedProcess(ChildSpec('c', ('sleep', '60'), dict(os.environ), scratch=str(directory.path)))
-    for _ in range(3)
+    ManagedProcess(ChildSpec('c', ('sleep', '60'), dict(os.environ)))
+    for _ in range(int(sys.argv[1]))
 ]
 for child in children:
-    child.start()
+    child.start([directory.fd])
 print(directory.path, flush=True)
 sys.stdin.read()
 """
@@ -49,29 +55,20 @@ def test_a_fork_of_its_owner_does_not_keep_it() -> None:
     if not fork:
         signal.pause()
         os._exit(0)
-    other = os.open(directory.path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        directory._lock.close()  # as when the owner is killed
-        wait_until('the lock is free', lambda: is_free(other))
+        directory._files.close()  # as when the owner is killed
+        wait_until('it is gone', lambda: not directory.path.exists())
     finally:
-        os.close(other)
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
         directory.remove()
 
 
-def is_free(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def test_it_goes_with_the_children_of_a_killed_owner() -> None:
+@pytest.mark.parametrize('children', ['0', '3'])
+def test_it_goes_with_a_killed_owner_and_its_children(children: str) -> None:
     with ProcessTree() as tree:
         with subprocess.Popen(
-            [sys.executable, '-c', OWNER],
+            [sys.executable, '-c', OWNER, children],
             cwd=ROOT,
             env={**os.environ, **tree.env},
             stdin=subprocess.PIPE,
@@ -85,6 +82,25 @@ def test_it_goes_with_the_children_of_a_killed_owner() -> None:
             owner.wait()
             wait_until('the directory is gone', lambda: not path.exists(), timeout_s=10)
         tree.wait_until_gone()
+
+
+def test_it_stays_while_a_child_of_a_killed_owner_uses_it() -> None:
+    directory = PrivateDirectory.make()
+    user = os.dup(directory.fd)
+    keeper = directory._keeper.pid
+    directory._files.close()  # as when the owner is killed
+    time.sleep(0.2)
+    assert directory.path.exists()
+    assert runs(keeper)
+    os.close(user)
+    wait_until('it is gone', lambda: not directory.path.exists())
+    directory.remove()
+
+
+def test_one_that_cannot_be_made_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, 'tempdir', '/missing')
+    with nothing_left_in_this_process(), pytest.raises(StartError, match='/missing/vllm-dynamo-'):
+        PrivateDirectory.make()
 
 
 def test_one_that_nobody_uses_is_removed_by_the_next_start(
