@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from apache_beam.io.filesystem import BeamIOError
 from apache_beam.io.filesystems import FileSystems
 from apache_beam.ml.inference.base import ModelHandler, PredictionResult
+from apache_beam.utils import multi_process_shared
 
 from apache_beam_vllm_dynamo import _metrics, _reuse
 from apache_beam_vllm_dynamo._arguments import ServerArgument
@@ -134,8 +136,10 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         step, reload or SDK process asks for it.
 
         Raises:
+          ConfigurationError: Beam's model manager asks for it.
           StartError: It did not come up; the text holds the end of its log and what to do.
         """
+        _check_no_model_manager()
         return _VLLMModelServer(self._runtime)
 
     def run_inference(
@@ -192,6 +196,20 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
           ConfigurationError: One of them cannot work.
         """
         validate_inference_args(inference_args, self._endpoint, under_dynamo=self._use_dynamo)
+
+    def update_model_path(self, model_path: str | None = None) -> None:
+        """Refuses a new model from a side input.
+
+        Raises:
+          ConfigurationError: There is one. Beam keeps the model before it until the process
+            ends, and its server the GPUs.
+        """
+        if model_path and model_path != self._model_name:
+            raise ConfigurationError(
+                f'The side input updates the model {self._model_name!r} to {model_path!r}, but '
+                'Beam keeps the old model, whose server has the GPUs. Leave out '
+                'watch_model_pattern and model_metadata_pcoll, and update the job instead.'
+            )
 
     def share_model_across_processes(self) -> bool:
         """Always: a worker has one set of GPUs, whatever its number of SDK processes."""
@@ -371,10 +389,22 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in options:
         if name not in ('env_vars', 'large_model', 'model_copies'):
             raise TypeError(f'unexpected keyword argument {name!r}')
-    if options.get('model_copies') not in (None, 1):
+    copies = options.get('model_copies')
+    if copies is not None and (type(copies) is not int or copies != 1):
         raise ConfigurationError(
-            f'model_copies is {options["model_copies"]!r}, but a worker runs one server on all its '
+            f'model_copies is {copies!r}, but a worker runs one server on all its '
             'devices; leave it out, and list more engines in a DynamoRuntimeConfig instead.'
+        )
+
+
+def _check_no_model_manager() -> None:
+    # It alone loads models in processes of their own.
+    loader = getattr(multiprocessing.current_process(), '_target', None)
+    if getattr(loader, '__module__', None) == multi_process_shared.__name__:
+        raise ConfigurationError(
+            'RunInference(use_model_manager=True) cannot work with a server: it gives a model one '
+            'batch at a time, and ends models by what it thinks they take of one GPU. Leave it '
+            'out; steps and processes share a server without it.'
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from apache_beam.ml.inference import vllm_inference as upstream
+from apache_beam.utils.multi_process_shared import MultiProcessShared
 from openai.types.chat import ChatCompletion
 
 from apache_beam_vllm_dynamo import (
@@ -86,6 +87,7 @@ def test_every_argument_of_beams_handler_is_taken_in_its_place(ours: type[Any]) 
         pytest.param({'max_retries': -1}, 'from 0', id='max_retries'),
         pytest.param({'request_timeout_secs': 0}, 'seconds', id='request_timeout_secs'),
         pytest.param({'model_copies': 2}, 'list more engines', id='model_copies'),
+        pytest.param({'model_copies': True}, 'model_copies is True', id='model_copies as a flag'),
         pytest.param({'use_dynamo': 'false'}, 'True or False', id='use_dynamo'),
         pytest.param({'start_timeout_secs': -1}, 'seconds', id='start_timeout_secs'),
         pytest.param(
@@ -143,6 +145,30 @@ def test_what_dynamo_ignores_in_silence_is_refused_only_under_dynamo() -> None:
     VLLMCompletionsModelHandler('m').validate_inference_args({'echo': True})
     with pytest.raises(ConfigurationError, match='ignores it silently'):
         VLLMCompletionsModelHandler('m', use_dynamo=True).validate_inference_args({'echo': True})
+
+
+def test_beams_model_manager_is_refused_with_the_reason(tmp_path: pathlib.Path) -> None:
+    """It is told by the process that it starts for each model."""
+    shared = MultiProcessShared(
+        native().load_model, tag='managed', path=str(tmp_path), always_proxy=True,
+        spawn_process=True,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match=r'use_model_manager=True\) cannot work'):
+        shared.acquire()
+
+
+def test_another_model_by_a_side_input_is_refused_with_the_reason() -> None:
+    handler = native()
+    for same in (None, '', 'm'):
+        handler.update_model_path(same)
+    with pytest.raises(ConfigurationError, match="updates the model 'm' to 'other'"):
+        handler.update_model_path('other')
+
+
+def test_the_status_of_the_native_server_names_its_gpus() -> None:
+    handler = native(vllm_server_kwargs={'data-parallel-size': 2})
+    handler._server_env['CUDA_VISIBLE_DEVICES'] = '4,5,6'
+    assert handler.load_model().status()[0].devices == ('4', '5')
 
 
 def test_the_native_server_gets_every_flag_and_answers() -> None:
