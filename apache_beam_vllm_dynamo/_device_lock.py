@@ -161,7 +161,8 @@ class DeviceLocks:
             if not other.ending:
                 raise DevicesBusyError(
                     f'{device} is in use by {other.description} of this process, and {own} needs '
-                    f'it. {_MEND}'
+                    f'it. {_MEND} Beam keeps the model of a pipeline that is over until the '
+                    'process ends: run the next one in a process of its own.'
                 )
         who, alive = owner_of(path)
         patience_s = min(timeout_s, LIVE_OWNER_PATIENCE_S) if alive else timeout_s

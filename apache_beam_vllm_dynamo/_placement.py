@@ -215,7 +215,7 @@ def _list_gpus(search_path: str | None) -> list[list[str]] | None:
             check=True,
         )
     except (OSError, subprocess.SubprocessError) as error:
-        _LOGGER.warning('The GPUs could not be counted: %s', error)
+        _LOGGER.warning('nvidia-smi does not list the GPUs: %s', error)
         return None
     lines = filter(None, map(str.strip, listed.stdout.splitlines()))
     return [[column.strip() for column in line.split(',')] for line in lines]

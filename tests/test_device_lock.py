@@ -25,15 +25,14 @@ from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks, gpu_claims
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._lock_files import lock_directory
 from apache_beam_vllm_dynamo._placement import Topology
-from tests.support.processes import ROOT, fds_of, wait_until
+from tests.support.processes import ROOT, WITHOUT_BEAM, fds_of, wait_until
 from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
 
-HOLDS = """
-import sys
+HOLDS = f"""{WITHOUT_BEAM}
 from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
 class Holder:
     description, ending = 'that model', False
-locks = DeviceLocks(Holder(), [Claim(f'gpu-{name}', name) for name in sys.argv[1:]])
+locks = DeviceLocks(Holder(), [Claim('gpu-' + name, name) for name in sys.argv[1:]])
 locks.acquire(5)
 print('held', flush=True)
 sys.stdin.readline()

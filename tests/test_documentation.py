@@ -27,7 +27,7 @@ from apache_beam_vllm_dynamo import (
     VLLMCompletionsModelHandler,
     _dynamo_runtime,
     _metrics,
-    _model_server,
+    _runtime,
     beam_yaml,
     config,
     doctor,
@@ -168,7 +168,7 @@ def test_the_page_of_metrics_names_those_of_the_code_and_no_others() -> None:
     page = set(documents.first_column(DOCS / 'metrics.md'))
     assert page == {
         *metric_names(_metrics),
-        *metric_names(_model_server),
+        *metric_names(_runtime),
         *metric_names(_dynamo_runtime),
     }
 
@@ -214,7 +214,7 @@ def shown(node: ast.expr) -> str:
     return {
         'finish_reason_{}': 'finish_reason_<reason>',
         'failed_{}': 'failed_<kind>',
-        '{}{}': f'{_model_server.ENGINE_REQUESTS}<n>',
+        '{}{}': f'{_runtime.ENGINE_REQUESTS}<n>',
     }[text]
 
 

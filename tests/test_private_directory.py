@@ -16,14 +16,14 @@ from apache_beam_vllm_dynamo import StartError, _private_directory
 from apache_beam_vllm_dynamo._private_directory import PrivateDirectory, remove_stale
 from tests.support.processes import (
     ROOT,
+    WITHOUT_BEAM,
     ProcessTree,
     nothing_left_in_this_process,
     runs,
     wait_until,
 )
 
-OWNER = """
-import sys
+OWNER = f"""{WITHOUT_BEAM}
 from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
 from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
 import os

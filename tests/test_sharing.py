@@ -365,7 +365,11 @@ def test_one_that_cannot_be_reached_is_waited_for_with_an_end(
     """As from another network namespace."""
     other = other_process()
     other.server()
-    [path] = lock_directory().glob('server-*.lock')
+    [path] = (
+        path
+        for path in lock_directory().glob('server-*.lock')
+        if read_note(path).get('pid') == other.process.pid
+    )
     path.write_text(json.dumps(read_note(path) | {'address': '\0nobody'}))
     monkeypatch.setattr(_sharing, 'UNREACHABLE_BOUND_S', 0.3)
     with pytest.raises(DevicesBusyError, match=rf'run by process {other.process.pid} .*network'):

@@ -23,6 +23,13 @@ T = TypeVar('T')
 FAKES = pathlib.Path(__file__).parents[1] / 'fakes'
 ROOT = FAKES.parents[1]
 
+# For a program that needs a module of the package, and not Beam, whose import takes seconds.
+WITHOUT_BEAM = """
+import sys, types
+package = sys.modules['apache_beam_vllm_dynamo'] = types.ModuleType('apache_beam_vllm_dynamo')
+package.__path__ = ['apache_beam_vllm_dynamo']
+"""
+
 PTRACE_SEIZE = 0x4206  # linux/ptrace.h
 
 # For what takes milliseconds on an idle machine: only a failing test waits that long.

@@ -104,7 +104,7 @@ def nothing_left_on_this_machine() -> Iterator[None]:
     _clients.close_all()
     _model_server.close_all()
     wait_until('no child is left', lambda: not pids_of_children())
-    assert directories() <= before
+    wait_until('no directory is left', lambda: directories() <= before)
     wait_until('no thread is left', lambda: not _our_threads())
 
 
