@@ -325,9 +325,11 @@ def test_what_the_frontend_routes_to_is_told_from_what_listens() -> None:
         assert len(routed & listening_ports(pid)) == 1
 
 
-def test_the_state_of_each_process_is_read_through_a_proxy() -> None:
+def test_the_state_of_each_process_is_read_through_a_proxy(tmp_path: Path) -> None:
     handler = handler_of()
-    shared = MultiProcessShared(handler.load_model, tag='test_faults', always_proxy=True)
+    shared = MultiProcessShared(  # not by a tag in /tmp that other runs have too
+        handler.load_model, tag='test_faults', path=str(tmp_path), always_proxy=True
+    )
     model: Any = shared.acquire()
     try:
         before = pids(model)
