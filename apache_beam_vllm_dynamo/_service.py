@@ -273,11 +273,12 @@ class Service:
         if self._lingers_since is None:
             self._lingers_since = now
         if now - self._lingers_since > GONE_BOUND_S:
-            problem = f'has processes that KILL does not end: {", ".join(map(str, left))}'
-            self._become(ChildState.FAILED, error=problem)
+            pids = ', '.join(map(str, left))
+            self._become(ChildState.FAILED, error=f'still there after KILL: {pids}')
             raise RuntimeFailedError(
-                f'{self.spec.label} {problem}. They may hang in the GPU driver and still have the '
-                'memory that the next start needs; reset the GPU, or restart the machine.',
+                f'{self.spec.label} has processes that KILL does not end: {pids}. They may hang in '
+                'the GPU driver and still have the memory that the next start needs; reset the '
+                'GPU, or restart the machine.',
                 self.log_tail(),
             )
         return False
