@@ -282,6 +282,8 @@ class Dispatcher:
             if job.group.ended:
                 self._suspects.ended(job, died=False)
                 continue
+            if job.handle is not None:
+                job.handle.cancel()  # its look at the time
             if job.first_sent_at is None:
                 job.first_sent_at = time.monotonic()
             self._in_flight += 1
@@ -310,11 +312,24 @@ class Dispatcher:
 
     def _send_again(self, job: Job) -> None:
         if not job.group.ended:
+            assert self._loop is not None
+            assert job.first_sent_at is not None
+            left_s = job.first_sent_at + job.limits.element_timeout_s - time.monotonic()
+            job.handle = self._loop.call_later(max(0.0, left_s), self._give_up_waiting, job)
             if job.tries.deaths >= SUSPECT_AFTER:
                 self._suspects.add(job, job.tries.deaths)
             else:
                 self._again.append(job)
             self._fill()
+
+    def _give_up_waiting(self, job: Job) -> None:
+        """Ends a job whose time was over before it had a place again."""
+        self._again = collections.deque(other for other in self._again if other is not job)
+        self._suspects.discard(lambda other: other is job)
+        self._forget(job)
+        assert job.tries.last is not None
+        outcome = self._give_up(job, job.tries.last, ErrorKind.DEADLINE_EXCEEDED, 0.0)
+        job.group.finish(job, outcome)
 
     def _forget(self, job: Job) -> None:
         job.handle = None
@@ -376,7 +391,7 @@ class Dispatcher:
             began = now()
             if tries.last is not None and began >= deadline:
                 return self._give_up(job, tries.last, ErrorKind.DEADLINE_EXCEEDED, 0.0)
-            tries.attempts += 1
+            tries.begin()
             result = await self._sender.send(
                 job.request, min(timeout_s, deadline - began), limits.excerpt_chars
             )
@@ -393,7 +408,6 @@ class Dispatcher:
                 return self._give_up(job, result, FINAL_KIND[result.reason], took_s)
             if now() + wait_s >= deadline:
                 return self._give_up(job, result, ErrorKind.DEADLINE_EXCEEDED, took_s)
-            tries.retried.append(result.reason)
             self._note(result)
             if result.reason not in WAITED_OUT:
                 return wait_s

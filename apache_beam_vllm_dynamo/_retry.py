@@ -314,6 +314,12 @@ class Tries:
         self.retried: list[RetryReason] = []
         self.last: Again | None = None
 
+    def begin(self) -> None:
+        """Notes that an attempt is made."""
+        if self.last is not None:
+            self.retried.append(self.last.reason)
+        self.attempts += 1
+
     def judge(self, again: Again, answered: int, in_flight: int) -> Again:
         """What the failure of the last attempt means beside those before it.
 

@@ -19,6 +19,7 @@ from apache_beam_vllm_dynamo.errors import (
 )
 from apache_beam_vllm_dynamo.messages import CompletionRequest, OpenAIChatMessage
 from tests.client.calls import (
+    BUILDER,
     WINDOW,
     build,
     failure,
@@ -298,6 +299,20 @@ def test_all_attempts_of_an_element_together_are_bounded(server: FakeServer) -> 
         assert 0.4 <= time.monotonic() - began < 5
     assert error.kind is ErrorKind.DEADLINE_EXCEEDED
     assert 'no answer within' in error.message
+
+
+def test_an_element_that_waits_for_its_place_again_is_bounded_too(server: FakeServer) -> None:
+    limits = RequestLimits(element_timeout_s=0.5)
+    with InferenceClient(lambda: server.url, 1) as client, client.stream(2, limits=limits) as own:
+        own.put(BUILDER.build('[sleep=0.1] [status=500] one'), 1)
+        with client.stream(2) as others:
+            others.put(BUILDER.build('[hang] two'), 2)
+            began = time.monotonic()
+            [(_, outcome)] = own.drain()
+        assert time.monotonic() - began < 5
+    error = failure(outcome)
+    assert (error.kind, error.status) == (ErrorKind.DEADLINE_EXCEEDED, 500)
+    assert len(outcome.retried) == error.attempts - 1, 'only what was sent again is counted'
 
 
 def test_a_wait_beyond_the_elements_bound_is_not_begun(server: FakeServer) -> None:
