@@ -402,7 +402,7 @@ class Dispatcher:
                 return self._answer(job, result, took_s)
             if isinstance(result, Refused):
                 return self._failure(job, result, took_s)
-            result = tries.judge(result, self._answered, self._in_flight)
+            result = tries.judge(result, self._answered, self._in_flight, now())
             wait_s = tries.wait_after(result, took_s, random.random)
             if wait_s is None:
                 return self._give_up(job, result, FINAL_KIND[result.reason], took_s)

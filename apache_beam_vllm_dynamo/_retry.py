@@ -35,7 +35,13 @@ import http
 import math
 from collections.abc import Callable, Mapping
 
-from apache_beam_vllm_dynamo._error_bodies import excerpt, length_text, parse_error, too_long
+from apache_beam_vllm_dynamo._error_bodies import (
+    ErrorBody,
+    excerpt,
+    length_text,
+    parse_error,
+    too_long,
+)
 from apache_beam_vllm_dynamo.errors import ConfigurationError, ErrorKind
 
 # As long as Beam's own handler lets one request take.
@@ -55,6 +61,9 @@ FIRST_BACKOFF_S = 0.1
 ENGINE_LOST_AFTER_S = 1.0
 # A frontend reads as many prompts of 100,000 tokens in ENGINE_LOST_AFTER_S.
 CROWD = 4
+# For a moment vLLM's own server says of a dead engine that it died to those that come later, too;
+# no engine is started again in so short a time.
+RESTART_TAKES_S = 2.0
 # An element should notice within seconds that the server is there again.
 MAX_BACKOFF_S = 8.0
 # With how many deaths of a server or an engine an element is given up: fewer than the supervisor
@@ -129,6 +138,8 @@ _TOO_LARGE = 413  # its name changed between the versions of Python
 _MAY_BE_LENGTH = frozenset(
     {http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY, _TOO_LARGE}
 )
+# What vLLM's own server answers with a 500 to all that its engine had when it died.
+_ENGINE_DEAD = 'EngineCore encountered an issue'
 # The type in the body of a 503 by which older releases of Dynamo said what 529 says now.
 _OVERLOAD_TYPES = frozenset({'Overloaded', 'ResourceExhausted'})
 # How it ends when the tries are used up.
@@ -211,7 +222,7 @@ def classify(
     """
     said = parse_error(body)
     message = excerpt(said.message, excerpt_chars) or f'the server answered {status}'
-    reason = _passing(status, body, said.type, took_s)
+    reason = _passing(status, body, said, took_s)
     if reason is RetryReason.NOT_ROUTED:
         return Again(reason, status, 'the server does not route the model yet')
     if reason is not None:
@@ -227,15 +238,17 @@ def classify(
     return Refused(ErrorKind.INVALID_REQUEST, status, message)
 
 
-def _passing(status: int, body: bytes, error_type: str, took_s: float) -> RetryReason | None:
+def _passing(status: int, body: bytes, said: ErrorBody, took_s: float) -> RetryReason | None:
     """Why another attempt may be answered; ``None`` if it will not."""
-    if status == http.HTTPStatus.SERVICE_UNAVAILABLE and error_type not in _OVERLOAD_TYPES:
+    if status == http.HTTPStatus.SERVICE_UNAVAILABLE and said.type not in _OVERLOAD_TYPES:
         lost = took_s >= ENGINE_LOST_AFTER_S
         return RetryReason.ENGINE_LOST if lost else RetryReason.UNAVAILABLE
     if status in _BUSY:
         return RetryReason.OVERLOADED
     if status == http.HTTPStatus.NOT_FOUND and not body.strip():
         return RetryReason.NOT_ROUTED
+    if status == http.HTTPStatus.INTERNAL_SERVER_ERROR and said.message.startswith(_ENGINE_DEAD):
+        return RetryReason.ENGINE_LOST
     if status in _LATE:
         return RetryReason.TIMEOUT
     if status >= http.HTTPStatus.INTERNAL_SERVER_ERROR and status not in _NEVER:
@@ -294,6 +307,7 @@ class Tries:
     __slots__ = (
         '_answered',
         '_counted',
+        '_died_at',
         '_limits',
         '_waited_s',
         '_waits',
@@ -307,6 +321,7 @@ class Tries:
         self._limits = limits
         self._answered: int | None = None  # when it was last there as an engine died
         self._counted = 0
+        self._died_at = -math.inf  # by a server that says so itself
         self._waits = 0
         self._waited_s = 0.0
         self.attempts = 0
@@ -320,15 +335,21 @@ class Tries:
             self.retried.append(self.last.reason)
         self.attempts += 1
 
-    def judge(self, again: Again, answered: int, in_flight: int) -> Again:
+    def judge(self, again: Again, answered: int, in_flight: int, now: float) -> Again:
         """What the failure of the last attempt means beside those before it.
 
         Args:
           again: How it failed.
           answered: How many requests the server has answered by now, whoever sent them.
           in_flight: How many are on their way, this one among them.
+          now: Seconds that only ever grow.
         """
         if again.reason is not RetryReason.ENGINE_LOST:
+            return again
+        if again.status != http.HTTPStatus.SERVICE_UNAVAILABLE:
+            if now - self._died_at < RESTART_TAKES_S:
+                return dataclasses.replace(again, reason=RetryReason.UNAVAILABLE)
+            self._died_at = now
             return again
         before, self._answered = self._answered, answered
         if answered == before and in_flight >= CROWD:

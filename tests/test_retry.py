@@ -15,6 +15,7 @@ from apache_beam_vllm_dynamo._retry import (
     FINAL_KIND,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
+    RESTART_TAKES_S,
     Again,
     Refused,
     RequestLimits,
@@ -37,6 +38,7 @@ def nested(message: str, **more: Any) -> bytes:
     return json.dumps({'error': {'message': message, 'type': 'BadRequestError', **more}}).encode()
 
 
+ENGINE_DEAD = 'EngineCore encountered an issue. See stack trace (above) for the root cause.'
 AGAIN: list[tuple[int, bytes, RetryReason]] = [
     (429, b'', RetryReason.OVERLOADED),
     (529, flat('Service temporarily overloaded', 'Overloaded', 529), RetryReason.OVERLOADED),
@@ -49,6 +51,7 @@ AGAIN: list[tuple[int, bytes, RetryReason]] = [
     (504, flat('Request deadline exceeded'), RetryReason.TIMEOUT),
     (500, flat('Internal error'), RetryReason.SERVER_ERROR),
     (502, b'', RetryReason.SERVER_ERROR),
+    (500, nested(ENGINE_DEAD), RetryReason.ENGINE_LOST),
 ]
 
 
@@ -62,6 +65,7 @@ def test_what_may_pass_is_tried_again(status: int, body: bytes, reason: RetryRea
 REFUSED: list[tuple[int, bytes, ErrorKind]] = [
     (400, flat('Unsupported parameter'), ErrorKind.INVALID_REQUEST),
     (400, b'', ErrorKind.INVALID_REQUEST),
+    (400, nested(ENGINE_DEAD), ErrorKind.INVALID_REQUEST),
     (401, b'', ErrorKind.INVALID_REQUEST),
     (403, b'', ErrorKind.INVALID_REQUEST),
     (404, flat('Model not found', 'Not Found', 404), ErrorKind.INVALID_REQUEST),
@@ -319,7 +323,7 @@ def test_an_engine_that_died_can_die_again_only_once_it_has_answered_somebody() 
     """Until then a late refusal comes of a frontend that is slow, and is waited out."""
     tries = Tries(RequestLimits(max_retries=1))
     lost = Again(RetryReason.ENGINE_LOST, 503, '')
-    judged = [tries.judge(lost, answered, CROWD).reason for answered in (7, 7, 7, 8, 8)]
+    judged = [tries.judge(lost, answered, CROWD, 0.0).reason for answered in (7, 7, 7, 8, 8)]
     died, away = RetryReason.ENGINE_LOST, RetryReason.UNAVAILABLE
     assert judged == [died, away, away, died, away]
 
@@ -328,11 +332,20 @@ def test_an_element_that_is_nearly_alone_is_to_blame_for_each_death() -> None:
     """No crowd makes the frontend slow, and all others may have been answered."""
     tries = Tries(RequestLimits())
     lost = Again(RetryReason.ENGINE_LOST, 503, '')
-    assert [tries.judge(lost, 7, CROWD - 1) for _ in range(3)] == [lost] * 3
+    assert [tries.judge(lost, 7, CROWD - 1, 0.0) for _ in range(3)] == [lost] * 3
+
+
+def test_an_engine_that_is_said_to_be_dead_has_died_once_until_it_can_be_back() -> None:
+    tries = Tries(RequestLimits())
+    dead = Again(RetryReason.ENGINE_LOST, 500, '')
+    times = (10.0, 10.1, 11.9, 10.0 + RESTART_TAKES_S, 13.0)
+    judged = [tries.judge(dead, 7, CROWD, now).reason for now in times]
+    died, away = RetryReason.ENGINE_LOST, RetryReason.UNAVAILABLE
+    assert judged == [died, away, away, died, away]
 
 
 def test_nothing_but_a_late_refusal_is_judged_by_what_others_got() -> None:
     tries = Tries(RequestLimits())
     for reason in set(RetryReason) - {RetryReason.ENGINE_LOST}:
         again = Again(reason, None, '')
-        assert [tries.judge(again, 0, CROWD) for _ in range(3)] == [again] * 3
+        assert [tries.judge(again, 0, CROWD, 0.0) for _ in range(3)] == [again] * 3
