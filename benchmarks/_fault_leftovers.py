@@ -42,12 +42,15 @@ def wait_until_none(temporary: str, bound_s: float) -> Leftovers:
     return left
 
 
-def _processes(temporary: str) -> int:
-    """Those with the temporary directory, or one inside it, in their environment."""
+def belongs_to(temporary: str, environment: bytes) -> bool:
+    """Whether a process with this environment has the temporary directory, or one inside it."""
     wanted = (f'TMPDIR={temporary}\0'.encode(), f'TMPDIR={temporary}/'.encode())
+    return any(entry in environment for entry in wanted)
+
+
+def _processes(temporary: str) -> int:
     count = 0
     for path in Path('/proc').glob('[0-9]*/environ'):
         with contextlib.suppress(OSError):
-            content = path.read_bytes()
-            count += any(entry in content for entry in wanted)
+            count += belongs_to(temporary, path.read_bytes())
     return count

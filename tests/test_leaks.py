@@ -1,0 +1,79 @@
+"""The look at what tests leave behind finds what it is there for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.support import leaks
+from tests.support.leaks import nothing_leaks, processes_with
+from tests.support.processes import wait_until
+
+
+@contextlib.contextmanager
+def child() -> Iterator[None]:
+    with subprocess.Popen(('sleep', '60')) as process:
+        yield
+        process.kill()
+
+
+@contextlib.contextmanager
+def thread() -> Iterator[None]:
+    enough = threading.Event()
+    ours = threading.Thread(target=enough.wait, name='vLLM runtime supervisor probe 3')
+    ours.start()
+    yield
+    enough.set()
+    ours.join()
+
+
+@contextlib.contextmanager
+def pipe() -> Iterator[None]:
+    ends = os.pipe()
+    yield
+    for end in ends:
+        os.close(end)
+
+
+@contextlib.contextmanager
+def file() -> Iterator[None]:
+    with tempfile.NamedTemporaryFile():
+        yield
+
+
+@pytest.mark.parametrize(
+    ('leak', 'said'),
+    [
+        pytest.param(child, r'children: \[\d+\]', id='a child'),
+        pytest.param(thread, r"threads: \['vLLM runtime supervisor probe 3'\]", id='a thread'),
+        pytest.param(pipe, r"descriptors: \['pipe', 'pipe'\]", id='a pipe'),
+        pytest.param(file, r"descriptors: \['/.*'\]", id='a file'),
+    ],
+)
+def test_what_is_left_behind_fails_with_its_name(
+    leak: Callable[[], contextlib.AbstractContextManager[None]],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leaks, 'PATIENCE_S', 0.1)
+    with (
+        contextlib.ExitStack() as afterwards,
+        pytest.raises(AssertionError, match=said),
+        nothing_leaks(),
+    ):
+        afterwards.enter_context(leak())
+
+
+def test_a_process_that_nobody_is_the_parent_of_is_found_by_its_directory() -> None:
+    directory = tempfile.gettempdir()
+    assert processes_with(directory) == []
+    # The shell ends at once, and what it has started lives on.
+    subprocess.run('sleep 0.5 & ', shell=True, check=True)
+    assert processes_with(directory) == ['sleep 0.5 ']
+    wait_until('it has ended', lambda: not processes_with(directory))
