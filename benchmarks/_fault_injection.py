@@ -1,4 +1,8 @@
-"""The faults, and watching a stack until it is whole again."""
+"""The faults, and watching a stack until it is whole again.
+
+Seconds until the stack is whole count from the blow, the first of two; for what is held down,
+from the moment at which it could start again.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,9 @@ LOOK_INTERVAL_S = 0.05
 RECOVERY_BOUND_S = 120.0
 DOWN_S = 40.0  # longer than the lease, after which engines and frontend end by themselves
 SECOND_KILL_AFTER_S = 1.0
+# A moment is found between two batches; this much later the next one is in full swing.
+IN_THE_MIDST_S = 0.4
+QUIET_S = 2.0  # in which what is open for a moment only is seen closed at least once
 
 # What an engine does that cannot start: its interpreter ends before it has begun.
 _STILLBORN = """
@@ -42,16 +49,28 @@ class Fault:
       signal: What they get.
       held_down: Whether they cannot start again meanwhile.
       survivable: Whether the job must get through it.
+      again: How often each engine is killed once more, one after the other, when the job is
+        over and nothing but the stack is left in the process.
+      in_processes: Whether it happens to several SDK processes that share a server, one of
+        which owns it.
     """
 
     victims: tuple[str, ...] = ()
     signal: int = signal.SIGKILL
     held_down: bool = False
     survivable: bool = True
+    again: int = 0
+    in_processes: bool = False
+
+    @property
+    def base(self) -> str:
+        """The run without a fault that it is compared with."""
+        return 'none_in_processes' if self.in_processes else 'none'
 
 
 FAULTS = {
     'none': Fault(),
+    'none_in_processes': Fault(in_processes=True),
     'engine_killed': Fault(('engine 1 of 4',)),
     'two_engines_killed': Fault(('engine 1 of 4', 'engine 3 of 4')),
     'engine_stopped': Fault(('engine 2 of 4',), signal.SIGSTOP),
@@ -60,8 +79,14 @@ FAULTS = {
     'etcd_killed': Fault(('etcd',)),
     'etcd_down_40_s': Fault(('etcd',), held_down=True),
     'engine_dies_on_every_start': Fault(('engine 4 of 4',), held_down=True, survivable=False),
-    'owner_killed': Fault(),  # the parent does it
+    'engines_killed_in_turn': Fault(('engine 1 of 4',), again=2),
+    'owner_killed': Fault(in_processes=True),  # whoever gives out the work does it
 }
+BASES = tuple(name for name, fault in FAULTS.items() if name == fault.base)
+CASES = tuple(name for name in FAULTS if name not in BASES)
+QUICK_CASES = tuple(
+    name for name in CASES if name not in ('event_broker_killed', 'engines_killed_in_turn')
+)
 
 
 def config_fields(fault: str, down: Path) -> dict[str, Any]:
@@ -104,9 +129,10 @@ class Injector:
         self._is_time = is_time
         self._over = threading.Event()
         self._done = threading.Event()
-        self._recovery_s: float | None = None
         self._injected_at_ms: int | None = None
-        self._found = ''
+        self._recovery_s: float | None = None
+        self._amiss = 'the fault never happened' if self._fault.victims else ''
+        self._given_up = False
         self._statuses: tuple[ChildStatus, ...] = ()
 
     def run(self) -> None:
@@ -116,7 +142,10 @@ class Injector:
                 if self._over.wait(LOOK_INTERVAL_S):
                     return
             if self._fault.victims:
+                time.sleep(IN_THE_MIDST_S)
                 self._inject(self._model())
+        except Exception as error:  # noqa: BLE001 - it belongs to the report of the case
+            self._amiss = f'the fault failed: {error!r}'
         finally:
             self._done.set()
 
@@ -130,7 +159,8 @@ class Injector:
         return {
             'injected_at_ms': self._injected_at_ms,
             'recovery_s': self._recovery_s,
-            'found': self._found,
+            'amiss': self._amiss,
+            'given_up': self._given_up,
             'statuses': [str(status) for status in self._statuses],
         }
 
@@ -139,7 +169,7 @@ class Injector:
         if self._fault.held_down:
             self._down.touch()
         self._injected_at_ms = time.time_ns() // 1_000_000
-        started = time.monotonic()
+        since = time.monotonic()
         for number, label in enumerate(self._fault.victims):
             if number:
                 time.sleep(SECOND_KILL_AFTER_S)
@@ -149,19 +179,67 @@ class Injector:
         if self._fault.held_down and self._fault.survivable:
             time.sleep(DOWN_S)
             self._down.unlink()
+            since = time.monotonic()
         victims = {label: before[label] for label in self._fault.victims}
-        while time.monotonic() - started < RECOVERY_BOUND_S + DOWN_S:
+        while time.monotonic() - since < RECOVERY_BOUND_S:
             self._statuses = model.status()
             if not self._fault.survivable:
                 if any(status.state == 'failed' for status in self._statuses):
-                    self._found = 'given up'
+                    self._given_up, self._amiss = True, ''
                     return
             else:
-                self._found = not_whole(model, victims)
-                if not self._found:
-                    self._recovery_s = time.monotonic() - started
+                self._amiss = not_whole(model, victims)
+                if not self._amiss:
+                    self._recovery_s = time.monotonic() - since
                     return
             time.sleep(LOOK_INTERVAL_S)
+        self._amiss = self._amiss or 'it was not given up'
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What this process holds at a quiet moment."""
+
+    descriptors: int
+    threads: int
+
+
+def held_by_this_process() -> Held:
+    """The least that is seen for a while, so that probes under way do not count."""
+    deadline = time.monotonic() + QUIET_S
+    seen = []
+    while time.monotonic() < deadline:
+        seen.append(Held(len(os.listdir('/proc/self/fd')), len(os.listdir('/proc/self/task'))))  # noqa: PTH208 - it holds one itself, each time
+        time.sleep(LOOK_INTERVAL_S)
+    return Held(min(s.descriptors for s in seen), min(s.threads for s in seen))
+
+
+def kill_in_turn(model: Any, times: int) -> dict[str, Any]:
+    """Kills each engine so many times, waits each time until the stack is whole.
+
+    Returns:
+      How many engines were started again, and what this process held before and after.
+
+    Raises:
+      RuntimeError: It was not whole again in time.
+    """
+    before = held_by_this_process()
+    restarts = 0
+    for _ in range(times):
+        for label, pid in [(s.label, s.pid) for s in model.status() if 'engine' in s.label]:
+            os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + RECOVERY_BOUND_S
+            while amiss := not_whole(model, {label: pid}):
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f'after restart {restarts} of an engine: {amiss}')
+                time.sleep(LOOK_INTERVAL_S)
+            restarts += 1
+    after = held_by_this_process()
+    return {
+        'restarts_in_turn': restarts,
+        'descriptors': [before.descriptors, after.descriptors],
+        'threads': [before.threads, after.threads],
+    }
 
 
 def not_whole(model: Any, victims: Mapping[str, int | None]) -> str:

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import subprocess
-import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ from apache_beam_vllm_dynamo import (
     _retry,
 )
 from apache_beam_vllm_dynamo._etcd import find_etcd
-from apache_beam_vllm_dynamo._marker import MARKER
-from apache_beam_vllm_dynamo._private_directory import PREFIX
 from apache_beam_vllm_dynamo._routing import listening_ports
+from benchmarks import _fault_kills, _fault_leftovers, _fault_takeover
 from benchmarks._fault_injection import config_fields, not_whole, runtime_of
+from benchmarks._fault_pipeline import Settings, loads_of
 from tests.support.pipelines import IN_PROCESS, our_metrics
-from tests.support.processes import ROOT, runs, wait_until
+from tests.support.processes import runs, wait_until
 from tests.support.stacks import MODEL, metric, simulated
 
 pytestmark = pytest.mark.usefixtures('nothing_left')
@@ -42,19 +42,6 @@ ENGINES = 4
 # 40 tokens take 0.8 s at the pace of a GPU, so that there is always something in flight.
 BATCH = [f'{i}: what does it cost?' for i in range(200)]
 ARGUMENTS = {'max_tokens': 40}
-
-OWNS = """
-import os, signal, sys
-from apache_beam_vllm_dynamo import VLLMCompletionsModelHandler
-from tests.support.stacks import MODEL, simulated
-signal.alarm(100)
-handler = VLLMCompletionsModelHandler(
-    MODEL, use_dynamo=True, dynamo_runtime_config=simulated(4, simulation_kwargs={})
-)
-model = handler.load_model()
-print('serves', flush=True)
-handler.run_inference(['x'] * 4000, model, {'max_tokens': 40})
-"""
 
 
 def handler_of(
@@ -290,29 +277,28 @@ def binds(thief: socket.socket, port: int) -> bool:
     return False
 
 
-def test_nothing_is_left_of_a_killed_owner(tmp_path: Path) -> None:
-    env = {**os.environ, 'TMPDIR': str(tmp_path)}
-    with subprocess.Popen(
-        (sys.executable, '-c', OWNS), stdout=subprocess.PIPE, text=True, env=env, cwd=ROOT
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == 'serves\n'
-        time.sleep(0.5)  # in the midst of the requests
-        assert len(children_of_owner(owner.pid)) >= 2 * (ENGINES + 3)
-        owner.kill()
-    wait_until('all have ended', lambda: not children_of_owner(owner.pid), 10)
-    wait_until('the directory is gone', lambda: not list(tmp_path.glob(f'{PREFIX}*')), 10)
-    assert str(tmp_path) not in Path('/proc/net/unix').read_text()
-
-
-def children_of_owner(pid: int) -> list[str]:
-    ours = f'{MARKER}={pid}.'.encode()
-    found = []
-    for path in Path('/proc').glob('[0-9]*/environ'):
-        with contextlib.suppress(OSError):
-            if ours in path.read_bytes():
-                found.append(path.parent.name)
-    return found
+def test_another_sdk_process_takes_over_from_a_killed_owner(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the same job: no element is lost, and all that was the owner's is gone."""
+    for name, value in {'PROCESSES': 2, 'BUNDLES': 5, 'KILL_AFTER': 1}.items():
+        monkeypatch.setattr(_fault_takeover, name, value)
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        env = _fault_kills.environment(directory)
+        settings = Settings(
+            'owner_killed', prompts=300, max_tokens=40, max_num_seqs=32, speedup=1.0, directory=name
+        )
+        report = _fault_takeover.run(settings, env, directory / 'log')
+        owner, successor = loads_of(settings)
+        left = _fault_leftovers.wait_until_none(env['TMPDIR'], 10)
+    assert (report['problem'], report['amiss']) == ('', '')
+    assert report['elements_out'] == report['elements_in'] == 300
+    assert (report['lost'], report['doubled'], report['failed']) == (0, 0, 0)
+    assert report['repeated_bundles']
+    assert owner.pid != successor.pid
+    assert report['most_sets_of_engines'] == 1
+    assert left == _fault_leftovers.NOTHING
 
 
 def test_what_the_frontend_routes_to_is_told_from_what_listens() -> None:
