@@ -22,6 +22,7 @@ from apache_beam_vllm_dynamo._compatible import compatible_config
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
 from apache_beam_vllm_dynamo._native_runtime import NativeVLLMRuntime
+from apache_beam_vllm_dynamo._preflight import template_for_prompts
 from apache_beam_vllm_dynamo._requests import (
     Endpoint,
     PreparedRequest,
@@ -279,6 +280,8 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         template = _read_template(self._chat_template_path)
         env = {**os.environ, **self._server_env}
         if self._config is not None:
+            if self._endpoint is Endpoint.COMPLETIONS:
+                template = template_for_prompts(self._model_name, self._config, env)
             return _DynamoLocalRuntime(
                 self._model_name, self._config, chat_template=template, env=env
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from apache_beam_vllm_dynamo._arguments import normalized
 from apache_beam_vllm_dynamo._compatible import compatible_config
@@ -19,6 +19,8 @@ from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
 HANDLER_KEY = 'handler'
 """Which handler a file is about, ``'completions'`` or ``'chat'``; the one key that is no argument
 of a handler."""
+
+_ASKS: Mapping[str, Literal['prompts', 'chats']] = {'completions': 'prompts', 'chat': 'chats'}
 
 
 class UnreadableFileError(ValueError):
@@ -55,7 +57,8 @@ def subject_from_mapping(mapping: Mapping[str, Any]) -> Subject:
     """
     arguments = dict(mapping)
     template = arguments.get('chat_template_path')
-    kind = arguments.pop(HANDLER_KEY, 'completions' if template is None else 'chat')
+    given = arguments.pop(HANDLER_KEY, None)
+    kind: Any = given or ('completions' if template is None else 'chat')
     # Made for its checks.
     handler_from_mapping(kind, arguments)
     return Subject(
@@ -63,6 +66,7 @@ def subject_from_mapping(mapping: Mapping[str, Any]) -> Subject:
         model_name=arguments['model_name'],
         config=_config(arguments),
         native_kwargs=normalized('vllm_server_kwargs', arguments.get('vllm_server_kwargs') or {}),
+        asks=None if given is None and template is None else _ASKS[kind],
         chat_template_path=template,
         env_vars=dict(arguments.get('env_vars') or {}),
     )

@@ -153,28 +153,32 @@ def check_weights(subject: Subject, files: ModelFiles) -> Check | None:
 
 
 def check_template(subject: Subject, files: ModelFiles) -> Check:
-    """Whether chats can be made into prompts; Dynamo serves no model where they cannot."""
+    """Whether chats can be made into prompts.
+
+    Dynamo serves no model where they cannot. Real engines that are asked prompts alone get one
+    that nothing uses, see ``template_for_prompts``; simulated ones take none.
+    """
     name, path = 'chat template', subject.chat_template_path
-    if path is not None and subject.server != 'simulated':
+    simulated = subject.server == 'simulated'
+    if path is not None and not simulated:
         return _check_file(path)
     if files.directory is None or files.problem:
         return Check.ok(name, 'that of the model, which was not looked at')
     if files.has_template:
         return Check.ok(name, 'that of the model')
-    if files.may_fetch:
-        return Check.warning(
-            name,
-            f'the cache holds none of {subject.model_name}; whether the hub has one is not known',
-            'If it has none, give chat_template_path to the chat handler: Dynamo serves no model '
-            'without one',
-        )
-    found = f'{files.directory} has none'
+    if subject.asks == 'prompts' and not simulated:
+        return Check.ok(name, 'none, and prompts need none')
     mend = 'Put a chat_template.jinja there, or give chat_template_path to the chat handler'
-    if subject.server == 'native':
+    if files.may_fetch:
+        found = (
+            f'the cache holds none of {subject.model_name}; whether the hub has one is not known'
+        )
+        return Check.warning(name, found, 'If not, give chat_template_path to the chat handler')
+    found = f'{files.directory} has none'
+    if subject.server == 'native' or (subject.asks is None and not simulated):
         return Check.warning(name, f'{found}: prompts work, chats do not', mend)
-    return Check.failed(
-        name, f'{found}, and Dynamo serves no model without one, not even for prompts', mend
-    )
+    also = ', not even for prompts on simulated engines' if simulated else ''
+    return Check.failed(name, f'{found}, and Dynamo serves no model without one{also}', mend)
 
 
 def _why_not_looked_at(name: str, subject: Subject, env: Mapping[str, str]) -> str:
@@ -184,13 +188,11 @@ def _why_not_looked_at(name: str, subject: Subject, env: Mapping[str, str]) -> s
     if Path(name).is_file():
         return 'a file, which is read by vLLM'
     flags = {flag for kwargs in _all_kwargs(subject) for flag in kwargs} & _READ_OTHERWISE_FLAGS
-    variables = {name for name in _READ_OTHERWISE_VARIABLES if env.get(name)}
-    variables |= {
-        name
-        for spec in _specs(subject)
-        for name in spec.env
-        if name.startswith(_HUB_VARIABLES) or name in _READ_OTHERWISE_VARIABLES
-    }
+    variables = {variable for variable in _READ_OTHERWISE_VARIABLES if env.get(variable)}
+    of_engines = {variable for spec in _specs(subject) for variable in spec.env}
+    variables |= of_engines & set(_READ_OTHERWISE_VARIABLES)
+    if not is_directory_name(name):
+        variables |= {variable for variable in of_engines if variable.startswith(_HUB_VARIABLES)}
     how = sorted(flags) + sorted(variables)
     return f'which is read as {", ".join(how)} says' if how else ''
 

@@ -22,6 +22,7 @@ class Subject:
       model_name: The model, or ``None`` where it is not known.
       config: The engines and the router; ``None`` for vLLM's own server.
       native_kwargs: The flags of vLLM's own server.
+      asks: What the model is asked; ``None`` where it is not known.
       chat_template_path: A chat template over the model's own, or ``None``.
       env_vars: Environment variables of the servers.
     """
@@ -32,6 +33,7 @@ class Subject:
         default_factory=lambda: DynamoRuntimeConfig(engines=EnginesPerWorker())
     )
     native_kwargs: Mapping[str, ServerArgument] = dataclasses.field(default_factory=dict)
+    asks: Literal['prompts', 'chats'] | None = None
     chat_template_path: str | None = None
     env_vars: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False)
 

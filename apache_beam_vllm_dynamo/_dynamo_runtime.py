@@ -139,7 +139,10 @@ class _DynamoLocalRuntime(SupervisedRuntime):
 
     def _bring_up(self, directory: Path, deadline: float) -> None:
         self._engines = []
-        subject = Subject(given=True, model_name=self._model_name, config=self._config)
+        # Who asks prompts alone brings a template where the model has none.
+        subject = Subject(
+            given=True, model_name=self._model_name, config=self._config, asks='chats'
+        )
         preflight(subject, directory, chat_template=self._chat_template, env=self._base_env)
         stack = self._stack = self._plan(directory)
         helpers = self._start_helpers(stack, deadline)

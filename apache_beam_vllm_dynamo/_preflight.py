@@ -10,7 +10,27 @@ from apache_beam_vllm_dynamo._doctor_machine import check_disk
 from apache_beam_vllm_dynamo._doctor_model import check_model, check_template, look_up_model
 from apache_beam_vllm_dynamo._doctor_report import Result
 from apache_beam_vllm_dynamo._doctor_subject import Subject
+from apache_beam_vllm_dynamo.config import DynamoRuntimeConfig
 from apache_beam_vllm_dynamo.errors import StartError
+
+# Dynamo wants one of every model, and makes no use of it for prompts.
+UNUSED_TEMPLATE = '{% for message in messages %}{{ message.content }}{% endfor %}'
+
+
+def template_for_prompts(
+    model_name: str, config: DynamoRuntimeConfig, env: Mapping[str, str]
+) -> str | None:
+    """The template that the servers of a model need in order to be asked prompts alone.
+
+    ``None`` where the model has its own, so that who asks it chats can share the servers, and
+    where that is not known here. Simulated engines take none.
+    """
+    subject = Subject(given=True, model_name=model_name, config=config, asks='prompts')
+    files = look_up_model(subject, env)
+    known = files.directory is not None and (files.directory / 'tokenizer_config.json').exists()
+    if subject.server == 'simulated' or not known or files.has_template:
+        return None
+    return UNUSED_TEMPLATE
 
 
 def preflight(

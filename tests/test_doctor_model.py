@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from apache_beam_vllm_dynamo import ChildExitedError, StartError
-from apache_beam_vllm_dynamo._config_mapping import handler_from_mapping
+from apache_beam_vllm_dynamo import ChildExitedError, DynamoRuntimeConfig, StartError
+from apache_beam_vllm_dynamo._config_mapping import HandlerKind, handler_from_mapping
 from apache_beam_vllm_dynamo._doctor_file import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_model import (
     check_model,
@@ -28,7 +29,11 @@ from apache_beam_vllm_dynamo._doctor_report import Check
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._doctor_trial import try_start, write_model
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
-from apache_beam_vllm_dynamo._preflight import preflight
+from apache_beam_vllm_dynamo._preflight import (
+    UNUSED_TEMPLATE,
+    preflight,
+    template_for_prompts,
+)
 from tests.support.stacks import MODEL, simulated
 
 GPUS = {'num_engines': 1}
@@ -67,7 +72,8 @@ def checks(model_name: object, config: dict[str, Any] | None, **arguments: Any) 
 
 
 def start(subject: Subject, env: Mapping[str, str] | None = None, template: str = '') -> None:
-    """What is looked at before a start."""
+    """What is looked at before a start, of chats where there is no template."""
+    subject = dataclasses.replace(subject, asks='chats')
     preflight(subject, Path(tempfile.gettempdir()), chat_template=template or None, env=env or {})
 
 
@@ -114,19 +120,67 @@ def test_a_directory_that_cannot_be_served_says_why(model: Path, damage: Any, sa
 
 
 def test_dynamo_serves_no_model_without_a_chat_template(model: Path) -> None:
-    """Not even for prompts: such a start gets its engines healthy, and never ready."""
+    """Simulated engines not even for prompts: they get healthy, and the start never ready."""
     drop_template(model)
     check = checks(model, SIMULATED)[1]
     assert check.result == 'failed'
     assert 'chat_template.jinja' in check.mend
-    assert checks(model, None)[1].result == 'warning'
-    with pytest.raises(StartError, match=r'chat template: .* has none'):
-        start(described(model, SIMULATED))
+    for config in (SIMULATED, GPUS):
+        with pytest.raises(StartError, match=r'chat template: .* has none'):
+            start(described(model, config))
     start(described(model, None))
     start(described(model, GPUS), template='{{ messages }}')
     (model / 'chat_template.jinja').write_text('{{ messages }}')
     assert checks(model, SIMULATED)[1].result == 'ok'
     start(described(model, SIMULATED))
+
+
+@pytest.mark.parametrize(
+    ('handler', 'on_gpus', 'native'),
+    [
+        ({'handler': 'chat'}, 'failed', 'warning'),
+        ({'handler': 'completions'}, 'ok', 'ok'),
+        ({}, 'warning', 'warning'),
+    ],
+)
+def test_prompts_need_no_chat_template(
+    handler: dict[str, str], on_gpus: str, native: str, model: Path
+) -> None:
+    drop_template(model)
+    assert checks(model, GPUS, **handler)[1].result == on_gpus
+    assert checks(model, None, **handler)[1].result == native
+    assert checks(model, SIMULATED, **handler)[1].result == 'failed'
+
+
+def test_engines_of_a_model_without_a_template_get_one_for_prompts(
+    model: Path, tmp_path: Path
+) -> None:
+    """Dynamo wants one of every model; where it has its own, chats can share the servers."""
+    on_gpus, alike = DynamoRuntimeConfig(), simulated()
+    assert template_for_prompts(str(model), on_gpus, {}) is None
+    drop_template(model)
+    assert template_for_prompts(str(model), on_gpus, {}) == UNUSED_TEMPLATE
+    assert template_for_prompts(str(model), alike, {}) is None
+    assert template_for_prompts('org/name', on_gpus, {'HF_HOME': str(tmp_path)}) is None
+    (model / 'tokenizer_config.json').unlink()
+    assert template_for_prompts(str(model), on_gpus, {}) is None
+
+
+def test_prompts_and_chats_of_a_model_with_a_template_find_the_same_servers(model: Path) -> None:
+    with_dynamo = {
+        'model_name': str(model),
+        'use_dynamo': True,
+        'dynamo_runtime_config': {'num_engines': 1, 'engine_kind': 'cpu'},
+    }
+    kinds: tuple[HandlerKind, ...] = ('completions', 'chat')
+
+    def identities() -> set[str]:
+        handlers = [handler_from_mapping(kind, with_dynamo) for kind in kinds]
+        return {handler._runtime().identity for handler in handlers}
+
+    assert len(identities()) == 1
+    drop_template(model)
+    assert len(identities()) == 2
 
 
 def test_a_template_of_the_users_must_be_readable(model: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import re
@@ -70,14 +71,26 @@ def texts(handler: VLLMCompletionsModelHandler, model: Any, prompts: list[str]) 
     return [completion.choices[0].text for completion in ask(handler, model, prompts)]
 
 
-def test_greedy_completions_do_not_depend_on_the_server() -> None:
-    """Native vLLM, Dynamo with one engine, and Dynamo with two give the same texts."""
+def without_template(directory: pathlib.Path) -> str:
+    """The model as a base model comes: prompts can be put to it, chats can not."""
+    for path in pathlib.Path(MODEL).iterdir():
+        if path.name not in ('chat_template.jinja', 'tokenizer_config.json'):
+            (directory / path.name).symlink_to(path)
+    settings = json.loads(pathlib.Path(MODEL, 'tokenizer_config.json').read_text())
+    settings.pop('chat_template', None)
+    (directory / 'tokenizer_config.json').write_text(json.dumps(settings))
+    return str(directory)
+
+
+def test_greedy_completions_do_not_depend_on_the_server(tmp_path: pathlib.Path) -> None:
+    """Native vLLM and Dynamo with one engine and two; the one gets it without a chat template."""
     found: dict[str, list[str]] = {}
+    base = without_template(tmp_path)
     for name, handler in (
         ('native', native()),
         (
             'one engine',
-            VLLMCompletionsModelHandler(MODEL, FLAGS, use_dynamo=True, env_vars=CPU_ENV),
+            VLLMCompletionsModelHandler(base, FLAGS, use_dynamo=True, env_vars=CPU_ENV),
         ),
         ('two engines', dynamo(engines(2))),
     ):
