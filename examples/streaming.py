@@ -4,7 +4,8 @@
         --input_subscription projects/PROJECT/subscriptions/prompts \
         --output_topic projects/PROJECT/topics/answers \
         --error_topic projects/PROJECT/topics/errors \
-        --runner DataflowRunner ...
+        --runner DataflowRunner --project PROJECT \
+        --region REGION --temp_location gs://BUCKET/temp
 
 Needs ``apache-beam[gcp]``. A message is a JSON object with a ``prompt``. An answer is the same
 object with ``completion`` in it; what has no answer goes to the topic for errors as ``message``,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 from apache_beam.typehints.schemas import named_fields_from_element_type
 from apache_beam.yaml import main
 from apache_beam.yaml.yaml_provider import parse_providers
-from apache_beam.yaml.yaml_transform import YamlTransform
+from apache_beam.yaml.yaml_transform import YamlTransform, expand_jinja
 
 from apache_beam_vllm_dynamo import (
     ConfigurationError,
@@ -102,6 +103,19 @@ def refusal(elements: list[Any], kind: str = 'LLMInference', **config: Any) -> s
     with pytest.raises(ValueError, match=r'.') as refused:
         ask(elements, kind, **config)
     return str(refused.value)
+
+
+def test_the_example_needs_no_more_than_its_first_lines_give() -> None:
+    """What they leave out has a default."""
+    lines = EXAMPLE.read_text().splitlines()
+    command = ' '.join(line.strip('#\\ ') for line in lines[: lines.index('')])
+    given = set(re.findall(r'--(model|input|output|engine_kind)=', command.partition('OUTPUT')[0]))
+    assert given == {'model', 'input', 'output'}
+    made = yaml.safe_load(expand_jinja(EXAMPLE.read_text(), dict.fromkeys(given, 'x'), []))
+    [ask] = [step for step in made['pipeline']['transforms'] if step['name'] == 'Ask']
+    handler = ask['config']['model_handler']['config']
+    assert handler['model_name'] == 'x'
+    assert handler['dynamo_runtime_config']['engine_kind'] == 'gpu'
 
 
 ROWS = [beam.Row(id=i, prompt=f'prompt number {i}') for i in range(4)]

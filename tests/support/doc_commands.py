@@ -6,12 +6,15 @@ Each block of commands has a comment before it that says what the tests do with 
     <!-- commands: dry run -->   it makes its job for Dataflow, with names for the placeholders
     <!-- commands: check -->     its programs, their arguments and files are looked at
 
+The commands in the first lines of a program are looked at as well, without a comment.
+
 In each case bash itself reads the block. Programs that install, build or reach out are replaced
 by one that writes its arguments down.
 """
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
 import re
@@ -32,6 +35,12 @@ PAGES = [
     )
     if path.exists()
 ]
+_PROGRAMS = (
+    'examples/*.py',
+    'benchmarks/*.py',
+    'tools/**/*.py',
+    'apache_beam_vllm_dynamo/[a-z]*.py',
+)
 MODES = ('run', 'dry run', 'check')
 
 _FENCE = re.compile(
@@ -74,7 +83,8 @@ class Block:
 
 
 def blocks() -> Iterator[Block]:
-    """Those of all pages."""
+    """Those of all pages, and of the first lines of programs."""
+    yield from _of_programs()
     for path in PAGES:
         page = path.read_text()
         for found in _FENCE.finditer(page):
@@ -82,6 +92,14 @@ def blocks() -> Iterator[Block]:
                 line = page.count('\n', 0, found.start('text')) + 1
                 text = re.sub(f'^{found["indent"]}', '', found['text'], flags=re.MULTILINE)
                 yield Block(str(path.relative_to(ROOT)), line, found['mode'] or '', text)
+
+
+def _of_programs() -> Iterator[Block]:
+    for path in sorted(path for name in _PROGRAMS for path in ROOT.glob(name)):
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ''
+        for found in re.finditer(r'^ {4}(python .*(?:\\\n.*)*)', docstring, re.MULTILINE):
+            line = docstring.count('\n', 0, found.start()) + 1
+            yield Block(str(path.relative_to(ROOT)), line, 'check', found[1])
 
 
 def run(block: Block, directory: Path, env: Mapping[str, str]) -> str:
