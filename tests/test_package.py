@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import json
 import subprocess
 import sys
+import tomllib
 import types
+from pathlib import Path
+
+from packaging.requirements import Requirement
 
 import apache_beam_vllm_dynamo as package
+from tests.support.processes import ROOT
 
 # What the import may take over Beam's RunInference and the openai and aiohttp clients, in
 # seconds of processor time; measured 0.05, with room for a busy machine.
 IMPORT_BOUND_S = 1.0
+
+# What is imported without being asked for, by what brings it: part of what that takes or gives, or
+# looked for where it is used.
+BROUGHT = {
+    'yarl': 'aiohttp',
+    'pydantic': 'openai',
+    'yaml': 'apache-beam[yaml]',
+    'uvloop': 'ai-dynamo',
+    'zmq': 'ai-dynamo',
+    'tokenizers': 'ai-dynamo',
+}
 
 OBSERVED_IMPORT = """
 import json, logging, os, sys, threading, time
@@ -81,3 +98,23 @@ def test_the_import_starts_nothing_changes_nothing_says_nothing_and_is_quick() -
     assert seen['descriptors'] == 0
     assert seen['records'] == []
     assert seen['seconds'] < IMPORT_BOUND_S
+
+
+def test_what_is_imported_is_asked_for() -> None:
+    project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
+    asked = {Requirement(text).name.replace('-', '_') for text in project['dependencies']}
+    imported = {
+        name.partition('.')[0]
+        for path in Path(package.__file__).parent.glob('*.py')
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or '']
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    others = imported - sys.stdlib_module_names - {package.__name__}
+    assert others - BROUGHT.keys() == asked
+    assert BROUGHT.keys() <= others
