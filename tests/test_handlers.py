@@ -9,12 +9,13 @@ import inspect
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import pytest
 from apache_beam.ml.inference import vllm_inference as upstream
-from apache_beam.utils.multi_process_shared import MultiProcessShared
 from openai.types.chat import ChatCompletion
 
 from apache_beam_vllm_dynamo import (
@@ -27,7 +28,7 @@ from apache_beam_vllm_dynamo import (
     VLLMCompletionsModelHandler,
 )
 from apache_beam_vllm_dynamo._commands import native_server_command
-from tests.support.processes import runs, wait_until
+from tests.support.processes import ROOT, runs, wait_until
 from tests.support.stacks import FAKE_MODULES
 
 pytestmark = pytest.mark.usefixtures('nothing_left')
@@ -147,14 +148,24 @@ def test_what_dynamo_ignores_in_silence_is_refused_only_under_dynamo() -> None:
         VLLMCompletionsModelHandler('m', use_dynamo=True).validate_inference_args({'echo': True})
 
 
+MANAGED = """
+import sys
+from apache_beam.utils.multi_process_shared import MultiProcessShared
+from apache_beam_vllm_dynamo import VLLMCompletionsModelHandler
+load = VLLMCompletionsModelHandler('m').load_model
+MultiProcessShared(load, 'm', path=sys.argv[1], always_proxy=True, spawn_process=True).acquire()
+"""
+
+
 def test_beams_model_manager_is_refused_with_the_reason(tmp_path: pathlib.Path) -> None:
-    """It is told by the process that it starts for each model."""
-    shared = MultiProcessShared(
-        native().load_model, tag='managed', path=str(tmp_path), always_proxy=True,
-        spawn_process=True,
-    )  # fmt: skip
-    with pytest.raises(RuntimeError, match=r'use_model_manager=True\) cannot work'):
-        shared.acquire()
+    """It is told by the process that it starts for each model.
+
+    Whoever starts that one keeps its pipes for life, and so is no process of tests.
+    """
+    command = (sys.executable, '-c', MANAGED, str(tmp_path))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    _, _, reason = done.stderr.rpartition('\nRuntimeError: ')
+    assert 'use_model_manager=True) cannot work' in reason
 
 
 def test_another_model_by_a_side_input_is_refused_with_the_reason() -> None:
