@@ -527,7 +527,7 @@ class TestHeldDescriptors:
         monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        monkeypatch.setattr(_process, 'KILL_BOUND_S', 3.5)  # the shim speaks after three
+        monkeypatch.setattr(_process, 'KILL_BOUND_S', 4.5)  # the shim speaks after three
         path = tmp_path / 'lock'
         child = ManagedProcess(tree.spec())
         with path.open('w') as file:
