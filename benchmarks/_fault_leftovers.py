@@ -29,7 +29,13 @@ def look(temporary: str) -> Leftovers:
     """What is left of the runs that had this temporary directory to themselves."""
     under = os.path.join(temporary, PREFIX)  # noqa: PTH118 - it is searched for as text
     sockets = Path('/proc/net/unix').read_text().count(under)
-    files = [path for path in Path(temporary).rglob('*') if path.is_socket()]
+    # Unlike rglob(), walk() passes over what goes in this very moment.
+    files = [
+        name
+        for directory, _, names in os.walk(temporary)
+        for name in names
+        if Path(directory, name).is_socket()
+    ]
     directories = list(Path(temporary).glob(f'{PREFIX}*'))
     return Leftovers(_processes(temporary), max(sockets, len(files)), len(directories))
 
