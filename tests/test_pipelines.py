@@ -161,8 +161,8 @@ def test_keys_and_pre_and_post_processing_go_round_the_handler() -> None:
 def test_several_models_live_side_by_side_each_with_its_own_stack() -> None:
     handler = KeyedModelHandler(
         [
-            KeyModelMapping(['short'], completions(1, max_retries=0)),
-            KeyModelMapping(['long'], completions(1, max_retries=1)),
+            KeyModelMapping(['short'], completions(1, env_vars={'KIND': 'short'})),
+            KeyModelMapping(['long'], completions(1, env_vars={'KIND': 'long'})),
         ]
     )
     pairs = [('short', 'a'), ('long', 'b'), ('short', 'c'), ('long', 'd')]
