@@ -62,7 +62,7 @@ class Claim:
     shared: bool = False
 
 
-_here_lock = threading.Lock()
+_here_lock = threading.RLock()  # re-entrant: a garbage collection may end a stack
 _here: dict[str, list[tuple[int, Holder]]] = {}  # lock: (process, who has it there)
 
 

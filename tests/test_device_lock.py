@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -83,6 +84,20 @@ def another_process(*devices: str) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
+
+
+def test_a_stack_may_end_by_a_garbage_collection_at_any_moment() -> None:
+    locks = DeviceLocks(Holder(), [claim('0')])
+    locks.acquire(5)
+
+    def collect() -> None:
+        with _device_lock._here_lock:
+            locks.release()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 def test_a_start_waits_for_another_process_and_says_for_whom(
