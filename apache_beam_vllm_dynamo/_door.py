@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from apache_beam_vllm_dynamo._child_io import keep_from_forks
 
 # A question is answered from memory, or with a look at some servers' metrics.
 ANSWER_BOUND_S = 30.0
+PAUSE_S = 0.1  # where there are too many files for one more
 _LENGTH = struct.Struct('!I')
 _CREDENTIALS = struct.Struct('3i')  # of struct ucred: process, user, group
 
@@ -79,18 +81,32 @@ class Door:
             try:
                 accepted, _ = self._socket.accept()
             except OSError:
-                return  # closed
+                if self._lines is None:
+                    return  # closed
+                # No descriptor is free at present. Who knocks is let in once there is one again;
+                # if nobody took them any more, they would wait for an answer for ever.
+                time.sleep(PAUSE_S)
+                continue
             line = _Line(accepted)
             with self._lines_lock:
                 welcome = self._lines is not None and line.is_of_this_user()
                 if welcome and self._lines is not None:
                     self._lines.add(line)
-            if welcome:
-                threading.Thread(
-                    target=self._serve, args=(line,), name=f'{self._name} visitor', daemon=True
-                ).start()
-            else:
+            if not welcome or not self._begin_to_serve(line):
                 line.close()
+
+    def _begin_to_serve(self, line: _Line) -> bool:
+        thread = threading.Thread(
+            target=self._serve, args=(line,), name=f'{self._name} visitor', daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError:  # as many threads as there may be; the visitor will knock again
+            with self._lines_lock:
+                if self._lines is not None:
+                    self._lines.discard(line)
+            return False
+        return True
 
     def _serve(self, line: _Line) -> None:
         visitor = self._welcome()
@@ -135,22 +151,20 @@ class Caller:
             self._line.close()
             raise LineLostError('it belongs to another user')
 
-    def ask(self, question: str, timeout_s: float | None = ANSWER_BOUND_S) -> Any:
+    def ask(self, question: str) -> Any:
         """What the other process answers.
 
         Args:
           question: One that its visitors are answered.
-          timeout_s: How long to wait for the answer, in seconds; without, as long as the
-            process lives.
 
         Raises:
-          LineLostError: There is none.
+          LineLostError: There is none, or not within half a minute.
           Exception: What the answer raised.
         """
         with self._lock:
             try:
                 self._line.send(question)
-                good, answer = self._line.receive(timeout_s)
+                good, answer = self._line.receive(ANSWER_BOUND_S)
             except BaseException:
                 self._line.close()  # an answer that came later would be taken for the next one
                 raise

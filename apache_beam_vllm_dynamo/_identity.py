@@ -14,6 +14,13 @@ _SERVER_VARIABLES = (
     'CUDA_', 'DYN_', 'ETCD_', 'HF_', 'LD_LIBRARY_PATH', 'NCCL_', 'NVIDIA_', 'PYTHON', 'TORCH_',
     'TRANSFORMERS_', 'TRITON_', 'VLLM_',
 )  # fmt: skip
+# What torch, vLLM or transformers write into the environment of the process that imports or uses
+# them, and again into that of a server: two processes of which one has are alike.
+_SET_BY_LIBRARIES = frozenset({
+    'CUDA_MODULE_LOADING', 'NCCL_CUMEM_ENABLE', 'NCCL_GRAPH_MIXING_SUPPORT', 'TORCH_WARM_POOL',
+    'TRITON_CACHE_AUTOTUNING', 'TRITON_CACHE_DIR', 'TRITON_LIBDEVICE_PATH', 'TRITON_PTXAS_PATH',
+    'VLLM_WORKER_MULTIPROC_METHOD',
+})  # fmt: skip
 DIGITS = 16  # of 64: no two of the few servers of a machine have these in common
 
 
@@ -28,7 +35,8 @@ def settings_of(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name.startswith(_SERVER_VARIABLES) or os.environ.get(name) != value
+        if os.environ.get(name) != value
+        or (name.startswith(_SERVER_VARIABLES) and name not in _SET_BY_LIBRARIES)
     }
 
 

@@ -12,6 +12,7 @@ import io
 import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,13 @@ def lock_directory() -> Path:
     """The directory of this user's locks on this machine.
 
     Raises:
-      StartError: There is something else by its name.
+      StartError: There is something else by its name, or it cannot be made.
     """
     path = Path(tempfile.gettempdir()) / f'apache-beam-vllm-dynamo-{os.getuid()}'
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    state = path.lstat()
+    with _explained(path):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        state = path.lstat()
     # In a directory that everybody may write to, the name may have been taken by somebody else.
     if not path.is_dir() or path.is_symlink() or state.st_uid != os.getuid():
         raise StartError(f'{path} is not a directory of this user; remove it, or set TMPDIR.')
@@ -40,11 +42,15 @@ class LockFile:
 
     Args:
       path: Where it is; it is made where it is missing.
+
+    Raises:
+      StartError: It cannot be made; later, it cannot be locked or written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = io.FileIO(os.fspath(path), 'r+', opener=_make)
+        with _explained(path):
+            self._file = io.FileIO(os.fspath(path), 'r+', opener=_make)
         keep_from_forks(self._file)
 
     @property
@@ -55,17 +61,19 @@ class LockFile:
     def try_lock(self, *, shared: bool = False) -> bool:
         """Takes the lock if nobody is in the way."""
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        try:
-            fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
+        with _explained(self.path):
+            try:
+                fcntl.flock(self.fd, kind | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
         return True
 
     def write(self, **note: object) -> None:
         """Says who has the lock, for others that want it."""
         text = json.dumps({'pid': os.getpid(), **note}).encode()
-        os.ftruncate(self.fd, 0)
-        os.pwrite(self.fd, text, 0)
+        with _explained(self.path):
+            os.ftruncate(self.fd, 0)
+            os.pwrite(self.fd, text, 0)
 
     def close(self) -> None:
         """Gives it back, unless a child holds it on; twice is no error."""
@@ -91,6 +99,17 @@ def owner_of(path: Path) -> tuple[str, bool]:
     if Path('/proc', str(pid)).exists():
         return f'process {pid}{of}', True
     return f'what process {pid}{of}, which has ended, left behind', False
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StartError(
+            f'{path}, by which processes agree on devices, cannot be used: {error.strerror}. Put '
+            'that right, or set TMPDIR to a directory on a local disk, the same for all of them.'
+        ) from error
 
 
 def _make(name: str, flags: int) -> int:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Protocol
 
@@ -32,6 +32,9 @@ LOOK_INTERVAL_S = 0.1  # the step from a lock that is given back to the next sta
 SAY_INTERVAL_S = 30.0  # a wait of minutes must not look like a hang
 # What ends is gone within a minute, unless its processes hang in the driver.
 UNREACHABLE_BOUND_S = 180.0
+# A start takes minutes; one who waits for it in another process hears that often that it goes on.
+STARTING_ANSWER_S = 10.0
+STARTING = 'starting'
 
 
 class Access(Protocol):
@@ -73,6 +76,7 @@ class Place:
         self._lock = threading.RLock()  # re-entrant: a garbage collection may leave
         self._looking = threading.Lock()
         self._left = threading.Event()
+        self._process = os.getpid()
         self._access = access = _find(make)
         self.window = access.window
         self.kv_caches = access.kv_caches
@@ -110,6 +114,8 @@ class Place:
 
     def leave(self) -> None:
         """Gives the place up; twice is no error."""
+        if os.getpid() != self._process:
+            return  # at the exit of a fork, which has none, and locks that may be held for ever
         with self._lock:
             if self._left.is_set():
                 return
@@ -155,20 +161,36 @@ def _find(make: Callable[[], Runtime]) -> Access:
         if host is not None and joined:
             if host.await_start():
                 return _Resident(host)
-        elif (guest := _visit(path)) is not None:
+            waiting.begin()
+        elif (guest := _visit(path, waiting)) is not None:
             return guest
         waiting.look()
         time.sleep(LOOK_INTERVAL_S)
 
 
 class _Waiting:
-    """A wait for one who has the lock and lets nobody in, because it is ending."""
+    """A wait for one who has the lock: who lets nobody in, because it ends, or is starting."""
 
     def __init__(self, description: str, path: Path) -> None:
         self._description = description
         self._path = path
+        self._say_at = time.monotonic() + SAY_INTERVAL_S
+        self.begin()
+
+    def begin(self) -> None:
+        """Notes that who has the lock was heard of just now."""
         self._began = time.monotonic()
-        self._say_at = self._began + SAY_INTERVAL_S
+
+    def hear_of_start(self) -> None:
+        """Speaks of a start that goes on now and then; it has a bound of its own."""
+        self.begin()
+        if self._began > self._say_at:
+            self._say_at = self._began + SAY_INTERVAL_S
+            _LOGGER.info(
+                '%s is being started by %s; waiting for it to serve.',
+                self._description,
+                owner_of(self._path)[0],
+            )
 
     def look(self) -> None:
         """Speaks of the wait now and then, and gives it up in the end."""
@@ -202,7 +224,7 @@ def _begin(runtime: Runtime, path: Path) -> _Host | None:
     return host
 
 
-def _visit(path: Path) -> Access | None:
+def _visit(path: Path, waiting: _Waiting) -> Access | None:
     """A place with the process that runs it; ``None`` if it does not let anybody in.
 
     Raises:
@@ -218,8 +240,8 @@ def _visit(path: Path) -> Access | None:
         return None
     _LOGGER.info('Sharing %s of process %s.', note.get('what'), note.get('pid'))
     try:
-        # Its start takes as long as it takes, and ends by its own time-out.
-        size = caller.ask('join', timeout_s=None)
+        while (size := caller.ask('join')) == STARTING:
+            waiting.hear_of_start()
     except LineLostError:
         size = None
     except BaseException:
@@ -243,7 +265,11 @@ class _Host:
         self._open = True
         self._started: Future[None] = Future()
         self._door = Door(lambda: _Visitor(self), 'vllm-dynamo share')
-        lock.write(what=runtime.description, address=self._door.address)
+        try:
+            lock.write(what=runtime.description, address=self._door.address)
+        except BaseException:
+            self._door.close()
+            raise
         self._exiting = threading.Event()
         # Before the start, which takes minutes in which the process may exit.
         self._at_exit = weakref.finalize(
@@ -286,14 +312,27 @@ class _Host:
           StartError: It did not come up.
         """
         try:
-            self._started.result()
-        except BaseException as error:
+            started = bool(self.has_started())
+        except BaseException:
             self.leave()
-            # An error of its own is that of all others; that it was called off is not.
-            if isinstance(error, Exception) and not self._exiting.is_set():
-                raise
-            return False
-        return True
+            raise
+        if not started:
+            self.leave()
+        return started
+
+    def has_started(self, timeout_s: float | None = None) -> bool | None:
+        """Waits for the start at most so long; ``None`` if it goes on, ``False`` if given up.
+
+        Raises:
+          StartError: It did not come up.
+        """
+        if not wait([self._started], timeout_s).done:
+            return None
+        error = self._started.exception()
+        # An error of its own is that of all others; that it was called off is not.
+        if isinstance(error, Exception) and not self._exiting.is_set():
+            raise error
+        return error is None
 
     def leave(self) -> None:
         """Gives a place up; the last one ends the runtime."""
@@ -387,8 +426,13 @@ class _Visitor:
         if self._place is not None:
             self._place.leave()
 
-    def _join(self) -> tuple[int, int] | None:
-        if not self._host.admit() or not self._host.await_start():
-            return None
-        self._place = _Resident(self._host)
-        return self._place.window, self._place.kv_caches
+    def _join(self) -> tuple[int, int] | str | None:
+        if self._place is None:
+            if not self._host.admit():
+                return None
+            # Left with the line: the last one closes the door, by which the answer has to go.
+            self._place = _Resident(self._host)
+        started = self._host.has_started(STARTING_ANSWER_S)
+        if started is None:
+            return STARTING
+        return (self._place.window, self._place.kv_caches) if started else None

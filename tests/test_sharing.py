@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -175,13 +178,16 @@ def test_identities_are_equal_exactly_where_the_settings_are(
     monkeypatch.setenv('WORKER_ID', '7')
     assert identity(config()) == one
     assert identity(config(), env_vars={'WORKER_ID': '7'}) == one
+    monkeypatch.setenv('TRITON_CACHE_AUTOTUNING', '1')  # as an import of vLLM does
+    assert identity(config()) == one
     others = [
         identity(config(3)),
         identity(config(router_mode='round-robin')),
         identity(config(vllm_server_kwargs={'max-num-seqs': 4})),
         identity(config(), env_vars={'A': '1'}),
+        identity(config(), env_vars={'TRITON_CACHE_AUTOTUNING': '0'}),
     ]
-    assert len({one, *others}) == 5
+    assert len({one, *others}) == 6
 
 
 def test_processes_share_one_server_and_it_lives_as_long_as_any_of_them_uses_it(
@@ -241,9 +247,7 @@ def users() -> int:
     return host._users
 
 
-def test_a_start_that_fails_does_so_once_for_all_who_wait(
-    tmp_path: Path, other_process: Callable[[], Other]
-) -> None:
+def test_a_start_that_fails_does_so_once_for_all_who_wait(tmp_path: Path) -> None:
     handler = native(tmp_path, EXIT_AT_START='a bad flag')
     descriptors = len(fds_of())
     with ThreadPoolExecutor() as threads:
@@ -258,6 +262,84 @@ def test_a_start_that_fails_does_so_once_for_all_who_wait(
     assert len(starts(tmp_path)) == 1
     assert _sharing._hosts == {}
     assert len(fds_of()) <= descriptors
+
+
+def own_lock() -> Path:
+    """The lock of the server that this process runs, or starts."""
+    locks = lock_directory().glob('server-*.lock')
+    return next(path for path in locks if read_note(path).get('address') == own_door().address)
+
+
+def own_door() -> Door:
+    [host] = _sharing._hosts.values()
+    return host._door
+
+
+def visit(path: Path, waiting: _sharing._Waiting | None = None) -> _sharing.Access | None:
+    """As from another process."""
+    return _sharing._visit(path, waiting or _sharing._Waiting('m', path))
+
+
+def test_a_start_that_fails_does_so_for_visitors_too_when_all_others_have_left(
+    tmp_path: Path,
+) -> None:
+    handler = native(tmp_path, EXIT_AT_START='a bad flag')
+    with ThreadPoolExecutor() as threads:
+        load = threads.submit(handler.load_model)
+        wait_until('it starts', lambda: starts(tmp_path))
+        visits = [threads.submit(visit, own_lock()) for _ in range(3)]
+        wait_until('all wait', lambda: users() == 4)
+        (tmp_path / 'gate').touch()
+        with pytest.raises(ChildExitedError, match='a bad flag'):
+            load.result(20)
+        for waiting in visits:
+            with pytest.raises(ChildExitedError, match='a bad flag'):
+                waiting.result(20)
+
+
+def test_a_long_start_is_no_reason_to_give_up_when_its_process_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_sharing, 'UNREACHABLE_BOUND_S', 0.5)
+    monkeypatch.setattr(_sharing, 'STARTING_ANSWER_S', 0.01)
+    with ThreadPoolExecutor() as threads:
+        load = threads.submit(native(tmp_path).load_model)
+        wait_until('it starts', lambda: starts(tmp_path))
+        path, door = own_lock(), own_door()
+        waiting = _sharing._Waiting('m', path)
+        visiting = threads.submit(visit, path, waiting)
+        with pytest.raises(TimeoutError):
+            visiting.result(0.8)
+        door.close()
+        assert visiting.result(20) is None
+        waiting.look()
+        (tmp_path / 'gate').touch()
+        load.result(20).close()
+
+
+def test_a_process_that_does_not_answer_is_not_waited_for_for_ever(
+    directory: Path, other_process: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = other_process()
+    other.server()
+    monkeypatch.setattr(_sharing, 'UNREACHABLE_BOUND_S', 0.3)
+    monkeypatch.setattr('apache_beam_vllm_dynamo._door.ANSWER_BOUND_S', 0.2)
+    os.kill(other.process.pid, signal.SIGSTOP)
+    with pytest.raises(DevicesBusyError, match=rf'run by process {other.process.pid} '):
+        native(directory).load_model()
+
+
+def test_a_lock_that_cannot_be_written_leaves_nothing(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_space(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, 'pwrite', no_space)
+    with pytest.raises(StartError, match=r'server-\w+.lock, .*No space left.*TMPDIR'):
+        native(directory).load_model()
+    monkeypatch.undo()
+    native(directory).load_model().close()
 
 
 def test_what_was_given_up_says_why_and_the_next_load_starts_anew(
@@ -381,6 +463,7 @@ def test_a_fork_uses_no_server_of_its_parents(directory: Path) -> None:
     pid = os.fork()
     if not pid:
         host = next(iter(_sharing._hosts.values()))
+        model.close()  # as at its exit
         os._exit(0 if not host.admit() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     assert runs(model.status()[0].pid)
@@ -439,6 +522,24 @@ def test_a_closed_door_cuts_those_off_who_are_inside_and_lets_nobody_in(door: Do
     with pytest.raises(LineLostError):
         Caller(door.address)
     caller.close()
+
+
+def test_a_lack_of_descriptors_does_not_close_a_door(door: Door) -> None:
+    first = Caller(door.address)
+    assert first.ask('x') == 'x'
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as other:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            other.connect(door.address)  # gets what accept() had reserved; the next finds none
+            wait_until('it is in', lambda: door._lines is not None and len(door._lines) == 2)
+            assert first.ask('x') == 'x'
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    second = Caller(door.address)
+    assert second.ask('x') == 'x'
+    first.close()
+    second.close()
 
 
 def test_another_users_process_is_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
