@@ -30,6 +30,21 @@ class PromptFile:
     sha256: str
 
 
+def find(pattern: str) -> list[str]:
+    """The files of a pattern.
+
+    Raises:
+      ValueError: There is none.
+    """
+    try:
+        [match] = FileSystems.match([pattern])
+    except (BeamIOError, ValueError) as error:
+        raise ValueError(f'{pattern} cannot be looked up: {error}') from error
+    if not match.metadata_list:
+        raise ValueError(f'there is no file {pattern}')
+    return sorted(metadata.path for metadata in match.metadata_list)
+
+
 def examine(pattern: str) -> PromptFile:
     """Reads the prompts of a pattern, anywhere that Beam reads, and counts them.
 
@@ -39,7 +54,7 @@ def examine(pattern: str) -> PromptFile:
     """
     digest = hashlib.sha256()
     cohorts: collections.Counter[str] = collections.Counter()
-    paths = _paths(pattern)
+    paths = find(pattern)
     for path in paths:
         for _, line, row in _lines(path):
             digest.update(line)
@@ -56,18 +71,8 @@ def prompts(pattern: str) -> Iterator[Row]:
     Raises:
       ValueError: As for :func:`examine`.
     """
-    for path in _paths(pattern):
+    for path in find(pattern):
         yield from (row for _, _, row in _lines(path) if row is not None)
-
-
-def _paths(pattern: str) -> list[str]:
-    try:
-        [match] = FileSystems.match([pattern])
-    except (BeamIOError, ValueError) as error:
-        raise ValueError(f'{pattern} cannot be looked up: {error}') from error
-    if not match.metadata_list:
-        raise ValueError(f'there is no file {pattern}')
-    return sorted(metadata.path for metadata in match.metadata_list)
 
 
 def _lines(path: str) -> Iterator[tuple[int, bytes, Row | None]]:

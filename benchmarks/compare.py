@@ -38,7 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks import _document, _plots, _report_page
+from benchmarks import _document, _plots, _prompt_file, _report_page
 from benchmarks._arms import ARMS, BLOCK_TOKENS, Settings, make_handler, stand_in
 from benchmarks._compare_options import find_cohorts, make_parser, make_settings
 from benchmarks._comparison import (
@@ -58,6 +58,7 @@ from benchmarks.vllm_dynamo_kv_benchmark import versions
 
 REPORTS = ('report.json', 'report.md', 'report.html')
 DATA, RUNS = 'data', 'runs'
+MARK = '.of-a-comparison'  # in DATA and RUNS; whatever has none may be somebody's own
 INTERRUPTED = 130  # as a shell has it for Ctrl-C
 
 
@@ -71,7 +72,7 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_arm) -> in
     try:
         settings = make_settings(options)
         cohorts = find_cohorts(options, settings)
-        _check_directory(options.out)
+        _check_directory(options.out, options.input)
         for arm in options.arms:
             make_handler(ARMS[arm], settings)
     except ValueError as error:  # which a ConfigurationError is, too
@@ -124,22 +125,36 @@ def write_reports(report: Mapping[str, Any], directory: Path) -> None:
             (Path(scratch) / name).replace(directory / name)
 
 
-def _check_directory(directory: Path) -> None:
+def _check_directory(directory: Path, pattern: str | None) -> None:
     """Whether a directory is there for reports alone.
 
     Raises:
-      ValueError: It is a file, or has other things in it.
+      ValueError: It is a file, has other things in it, or has the input of ``pattern`` in it.
     """
     if not directory.exists():
         return
     if not directory.is_dir():
         raise ValueError(f'--out is {directory}, which is no directory.')
-    others = sorted({path.name for path in directory.iterdir()} - {*REPORTS, DATA, RUNS})
+    found = {path.name for path in directory.iterdir()}
+    others = found - {*REPORTS, DATA, RUNS}
+    others |= {name for name in (DATA, RUNS) if name in found and not _is_ours(directory / name)}
     if others:
         raise ValueError(
-            f'--out is {directory}, where {others[0]} lies already; name an empty directory, or '
+            f'--out is {directory}, where {min(others)} lies already; name an empty directory, or '
             'that of an earlier comparison.'
         )
+    # What an earlier comparison has left will be deleted, and that is what is to be read.
+    for path in [] if pattern is None else _prompt_file.find(pattern):
+        if '://' not in path and Path(path).resolve().is_relative_to(directory.resolve()):
+            raise ValueError(
+                f'--input is {path}, which lies in --out {directory}; name another directory, '
+                'for that one is emptied first.'
+            )
+
+
+def _is_ours(directory: Path) -> bool:
+    """Whether nothing is lost with a directory: a comparison made it, or it is empty."""
+    return (directory / MARK).exists() or (directory.is_dir() and not any(directory.iterdir()))
 
 
 def _make_data(
@@ -154,6 +169,7 @@ def _make_data(
             path.unlink(missing_ok=True)
     for name in (DATA, RUNS):
         (options.out / name).mkdir(parents=True)
+        (options.out / name / MARK).touch()
     names = [cohort for cohort in cohorts if isinstance(cohort, str)]
     if names:
         return split_input(options.input, names, options.out / DATA, settings)

@@ -162,7 +162,7 @@ def test_a_comparison_takes_the_place_of_an_earlier_one(tmp_path: pathlib.Path) 
     compared(tmp_path, '--cohorts', '0', '--repeats', '1')
     found = compared(tmp_path, '--cohorts', '95', '--repeats', '1')
     assert [c['cohort'] for c in found['cohorts']] == ['95']
-    assert {p.name for p in (tmp_path / 'data').iterdir()} == {'95.jsonl', '95.manifest.json'}
+    assert {p.name for p in (tmp_path / 'data').glob('[!.]*')} == {'95.jsonl', '95.manifest.json'}
 
 
 def test_prompts_without_an_answer_make_the_exit_status_1(tmp_path: pathlib.Path) -> None:
@@ -242,6 +242,31 @@ def test_a_directory_with_other_things_in_it_is_left_alone(
     message = refused(capsys, *SMALL, '--out', str(mine if is_file else tmp_path))
     assert ('which is no directory' if is_file else 'where mine lies already') in message
     assert mine.read_text() == 'precious'
+
+
+@pytest.mark.parametrize('name', ['data', 'runs'])
+def test_a_directory_of_somebodys_own_data_is_left_alone(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    mine = tmp_path / name / 'mine.jsonl'
+    mine.parent.mkdir()
+    mine.write_text('precious')
+    assert f'where {name} lies already' in refused(capsys, *SMALL, '--out', str(tmp_path))
+    assert mine.read_text() == 'precious'
+
+
+def test_prompts_in_the_directory_that_is_to_be_emptied_are_left_alone(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    compared(tmp_path, '--cohorts', '95', '--repeats', '1')
+    prompts = tmp_path / 'data' / '95.jsonl'
+    before = prompts.read_bytes()
+    message = refused(
+        capsys, '--engine', 'simulated', '--input', str(prompts), '--out', str(tmp_path)
+    )
+    assert 'which lies in --out' in message
+    assert prompts.read_bytes() == before
+    assert (tmp_path / 'report.json').exists()
 
 
 # Real runs.
