@@ -86,7 +86,7 @@ def parse_prompt(line: str) -> Row:
     """
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f'it is no JSON: {error}') from error
     if not isinstance(found, dict):
         raise ValueError(f'it is {_shown(found)}, not a JSON object')  # noqa: TRY004 - as all others
@@ -94,10 +94,7 @@ def parse_prompt(line: str) -> Row:
     if not isinstance(prompt, str) or not prompt:
         given = f'is {_shown(prompt)}' if 'prompt' in found else 'is missing'
         raise ValueError(f'"prompt" {given}; it must be a text that is not empty')
-    try:
-        encoded = prompt.encode()
-    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair
-        raise ValueError(f'"prompt" holds what is no text: {error.reason}') from error
+    encoded = _encoded(prompt, 'prompt')
     return {
         'id': _name(found, 'id') or hashlib.sha256(encoded).hexdigest()[:16],
         'family': _name(found, 'family'),
@@ -137,11 +134,21 @@ def to_record(result: PredictionResult, labels: Collection[str]) -> Row:
 
 def _name(found: Row, key: str) -> str | None:
     value = found.get(key)
-    if value is None or isinstance(value, str):
+    if value is None:
+        return None
+    if isinstance(value, str):
+        _encoded(value, key)
         return value or None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return str(value)
     raise ValueError(f'"{key}" is {_shown(value)}; it must be a text or a number')
+
+
+def _encoded(text: str, key: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # JSON may spell half of a surrogate pair
+        raise ValueError(f'"{key}" holds what is no text: {error.reason}') from error
 
 
 def _shown(value: object) -> str:

@@ -124,7 +124,7 @@ def find_cohorts(options: argparse.Namespace, settings: Settings) -> list[Parame
                     f'{", ".join(sorted(found))}.'
                 )
         return list(options.cohorts or found)
-    parameters = []
+    parameters: list[Parameters] = []
     for name in options.cohorts or USUAL_COHORTS:
         try:
             fraction = float(name) / 100
@@ -141,6 +141,8 @@ def find_cohorts(options: argparse.Namespace, settings: Settings) -> list[Parame
             settings.model,
             settings.model_revision,
         )
+        if made.cohort in (earlier.cohort for earlier in parameters):
+            raise ValueError(f'--cohorts names {made.cohort} twice, the second time as {name}.')
         prefix_reuse_dataset.check_length(made)
         parameters.append(made)
     return parameters

@@ -49,7 +49,8 @@ class Run:
     @property
     def name(self) -> str:
         """Its name in the names of files."""
-        return f'{file_name(self.cohort.name)}-{self.arm}-{self.repeat}'
+        # That of the file of prompts, since two cohorts may differ in what no name of a file has.
+        return f'{Path(self.cohort.path).stem}-{self.arm}-{self.repeat}'
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,6 +27,7 @@ _COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377', '#b
 _STYLE: dict[Any, Any] = {
     'svg.fonttype': 'none',  # text stays text
     'font.family': 'sans-serif',
+    'text.parse_math': False,  # a name may hold dollars
     'axes.spines.top': False,
     'axes.spines.right': False,
     'axes.grid': True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import zlib
 from collections.abc import Iterator
 
 from apache_beam.io.filesystem import BeamIOError
@@ -85,5 +86,5 @@ def _lines(path: str) -> Iterator[tuple[int, bytes, Row | None]]:
                     yield number, line, parse_prompt(text) if text.strip() else None
                 except ValueError as error:  # which a UnicodeDecodeError is, too
                     raise ValueError(f'line {number} of {path}: {error}') from error
-    except (BeamIOError, OSError) as error:
+    except (BeamIOError, OSError, EOFError, zlib.error) as error:
         raise ValueError(f'{path} cannot be read: {error}') from error

@@ -189,7 +189,7 @@ def _run_all(
     planned = list(schedule(options.arms, cohorts, options.repeats))
     done = []
     columns = (
-        TextColumn('{task.description}'),
+        TextColumn('{task.description}', markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
@@ -206,6 +206,7 @@ def _run_all(
             progress.console.print(
                 f'{what}: {speed} prompts/s, {figures.cached_share:.1%} cached{failed}',
                 highlight=False,
+                markup=False,
             )
             progress.advance(task)
     return done

@@ -158,6 +158,20 @@ def test_your_own_prompts_are_compared_cohort_by_cohort(tmp_path: pathlib.Path) 
     assert [json.loads(line)['prompt'] for line in of_c] == [p['prompt'] for p in prompts[::2]]
 
 
+def test_cohorts_may_have_any_names_and_each_keeps_its_runs(tmp_path: pathlib.Path) -> None:
+    names = ['a/b', 'a_b', '[/bold]', '{x}', '$x_$', 'x' * 80 + '1', 'x' * 80 + '2', 'ä\nb|c']
+    own = tmp_path / 'own.jsonl'
+    own.write_text(''.join(json.dumps({'prompt': 'p', 'cohort': name}) + '\n' for name in names))
+    runner = Runner()
+    out = tmp_path / 'out'
+    status = compare.main(
+        ['--engine', 'simulated', '--input', str(own), '--out', str(out), '--repeats', '1'], runner
+    )
+    assert status == 0
+    assert [c['cohort'] for c in json.loads((out / 'report.json').read_text())['cohorts']] == names
+    assert len({asked.name for asked in runner.asked}) == len(names) * 3
+
+
 def test_a_comparison_takes_the_place_of_an_earlier_one(tmp_path: pathlib.Path) -> None:
     compared(tmp_path, '--cohorts', '0', '--repeats', '1')
     found = compared(tmp_path, '--cohorts', '95', '--repeats', '1')
@@ -202,6 +216,7 @@ def test_an_interruption_is_no_traceback_and_no_report(
         (('--cohorts', ''), "'' holds an empty name"),
         (('--cohorts', '0,,95'), "'0,,95' holds an empty name"),
         (('--cohorts', '0,many'), "cohort 'many' is no number"),
+        (('--cohorts', '25,95,25.0'), '--cohorts names 25 twice, the second time as 25.0'),
         (('--cohorts', '120'), '--reuse_fraction is 1.2; it must be a number from 0 to 1'),
         (('--repeats', '0'), '0 is too small'),
         (('--prefix_tokens', '10'), '--prefix_tokens is 10, but the instruction alone has'),
@@ -314,7 +329,7 @@ def test_the_end_of_the_log_of_a_run_that_failed_is_shown(tmp_path: pathlib.Path
     asked, conditions = alone(tmp_path, 60, model='/no/such/model')
     with pytest.raises(RunFailedError, match='ended with exit status 1') as failed:
         run_arm(asked, conditions)
-    assert 'all-dynamo-rr-1.log' in str(failed.value)
+    assert 'p-dynamo-rr-1.log' in str(failed.value)
     assert '/no/such/model' in str(failed.value)
 
 

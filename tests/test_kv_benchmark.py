@@ -160,6 +160,9 @@ def test_numbers_may_name_a_prompt_its_family_and_its_cohort() -> None:
         ('{"prompt": ""}', '"prompt" is ""; it must be a text that is not empty'),
         ('{"prompt": 3}', '"prompt" is 3'),
         ('{"prompt": "\\ud800"}', '"prompt" holds what is no text'),
+        ('{"prompt": "a", "cohort": "\\ud800"}', '"cohort" holds what is no text'),
+        ('{"prompt": "a", "id": "\\ud800"}', '"id" holds what is no text'),
+        ('[' * 100_000, 'it is no JSON'),
         ('{"prompt": "a", "cohort": ["x"]}', '"cohort" is ["x"]; it must be a text or a number'),
         ('{"prompt": "a", "id": true}', '"id" is true'),
         ('[' * 30 + '1' + ']' * 30 + ' ' * 10, 'not a JSON object'),
@@ -174,6 +177,15 @@ def test_a_wrong_line_is_refused_with_its_number(
         _prompt_file.examine(str(path))
     assert said in str(refused.value)
     assert len(str(refused.value)) < 400
+
+
+def test_a_file_that_is_not_compressed_as_its_name_says_is_refused(
+    tmp_path: pathlib.Path,
+) -> None:
+    path = tmp_path / 'prompts.jsonl.gz'
+    path.write_text('{"prompt": "a"}')
+    with pytest.raises(ValueError, match='cannot be read'):
+        _prompt_file.examine(str(path))
 
 
 def test_input_may_be_several_files_and_compressed(tmp_path: pathlib.Path) -> None:
