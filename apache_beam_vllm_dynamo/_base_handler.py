@@ -75,6 +75,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         request_timeout_secs: float,
         element_timeout_secs: float,
         start_timeout_secs: float | None,
+        hang_timeout_secs: float | None,
         error_excerpt_chars: int,
         batching: dict[str, Any],
         options: dict[str, Any],
@@ -91,8 +92,10 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             if not isinstance(flag, bool):
                 raise ConfigurationError(f'{name} is {flag!r}; it must be True or False.')
         _check_template_path(chat_template_path)
-        if start_timeout_secs is not None:
-            check_seconds('start_timeout_secs', start_timeout_secs)
+        given = {'start_timeout_secs': start_timeout_secs, 'hang_timeout_secs': hang_timeout_secs}
+        timeouts: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+        for name, value in timeouts.items():
+            check_seconds(name, value)
         _check_options(options)
         self._model_name = model_name
         self._chat_template_path = chat_template_path
@@ -113,11 +116,11 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             vllm_server_kwargs=vllm_server_kwargs,
             config=dynamo_runtime_config,
             frontend_kwargs=dynamo_frontend_kwargs,
-            start_timeout_secs=start_timeout_secs,
+            timeouts=timeouts,
         )
         if not use_dynamo:
             check_native_kwargs(self._native_server.vllm_server_kwargs, model_name)
-        self._start_timeout_secs = start_timeout_secs or DynamoRuntimeConfig().start_timeout_secs
+        self._timeouts = timeouts
         # Beam would write them into the environment of the whole SDK process.
         self._server_env = _environment(options.pop('env_vars', None) or {})
         super().__init__(**self._with_batch_sizes(batching), **options)
@@ -285,12 +288,14 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             return _DynamoLocalRuntime(
                 self._model_name, self._config, chat_template=template, env=env
             )
+        timeouts = DynamoRuntimeConfig(**self._timeouts)
         return NativeVLLMRuntime(
             self._model_name,
             self._native_server,
             chat_template=template,
-            start_timeout_s=self._start_timeout_secs,
-            stop_timeout_s=DynamoRuntimeConfig().stop_timeout_secs,
+            start_timeout_s=timeouts.start_timeout_secs,
+            stop_timeout_s=timeouts.stop_timeout_secs,
+            hang_timeout_s=timeouts.hang_timeout_secs,
             env=env,
         )
 
@@ -339,7 +344,7 @@ def _config(
     vllm_server_kwargs: Mapping[str, ServerArgument] | None,
     config: DynamoRuntimeConfig | None,
     frontend_kwargs: Mapping[str, ServerArgument] | None,
-    start_timeout_secs: float | None,
+    timeouts: dict[str, Any],
 ) -> DynamoRuntimeConfig | None:
     if not use_dynamo:
         if config is not None or frontend_kwargs is not None:
@@ -350,9 +355,7 @@ def _config(
         return None
     if config is None:
         compatible = compatible_config(vllm_server_kwargs or {}, frontend_kwargs or {})
-        if start_timeout_secs is None:
-            return compatible
-        return dataclasses.replace(compatible, start_timeout_secs=start_timeout_secs)
+        return dataclasses.replace(compatible, **timeouts)
     if not isinstance(config, DynamoRuntimeConfig):
         raise ConfigurationError(
             f'dynamo_runtime_config is a {type(config).__name__}; it must be a '
@@ -363,9 +366,9 @@ def _config(
             'dynamo_frontend_kwargs and dynamo_runtime_config exclude each other; put the flags '
             'into frontend_kwargs of the config.'
         )
-    if start_timeout_secs is not None:
+    for name in timeouts:
         raise ConfigurationError(
-            'start_timeout_secs is given beside dynamo_runtime_config; set it in the config.'
+            f'{name} is given beside dynamo_runtime_config; set it in the config.'
         )
     if vllm_server_kwargs:
         raise ConfigurationError(

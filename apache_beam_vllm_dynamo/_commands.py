@@ -50,9 +50,16 @@ TCP_CONNECTIONS = 8
 PREFILL_LOAD_SCALE = 2
 
 # How long an engine may be silent with a request under way before the request moves to another.
-# A hung engine is found by its health and killed much sooner, which moves its requests too; this
-# is for one that answers there and nowhere else. A long prompt in a queue is silent for long.
+# A hung engine is found by its health and killed sooner, which moves its requests too; this is for
+# one that leaves single requests unanswered. A long prompt in a queue is silent for long.
 STREAM_TIMEOUT_SECS = 300
+
+# How long an engine may bring forth nothing before it is asked for one token, and how long the
+# answer may take. Its health endpoint says whether it came; without this canary, which the
+# engine's process sends to that of the model, it says only that the former lives. A canary also
+# comes before an engine's health endpoint says for the first time that it serves.
+CANARY_WAIT_SECS = 3
+CANARY_TIMEOUT_SECS = 10
 
 # How long a dead engine stays listed. Requests find out sooner; the router's picture does not.
 # etcd is given up and restarted within seconds, so the engines' leases outlast that too.
@@ -344,6 +351,10 @@ def _engine_environment(stack: Stack, spec: DynamoVLLMEngineSpec, index: int) ->
     elif kind == 'simulated':
         # Without it the simulated engine's health endpoint never turns healthy.
         env['DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS'] = json.dumps(['generate'])
+    if kind != 'simulated':  # all of which is one process
+        env.setdefault('DYN_HEALTH_CHECK_ENABLED', 'true')
+        env.setdefault('DYN_CANARY_WAIT_TIME', str(CANARY_WAIT_SECS))
+        env.setdefault('DYN_HEALTH_CHECK_REQUEST_TIMEOUT', str(CANARY_TIMEOUT_SECS))
     return env | dict(spec.env)
 
 

@@ -319,6 +319,7 @@ def _engine_spec(index: int, stack: Stack) -> ServiceSpec:
         ),
         stop_grace_s=config.stop_timeout_secs,
         start_bound_s=config.start_timeout_secs,
+        unwell_bound_s=config.hang_timeout_secs,
         devices=spec.gpu_devices or tuple(map(str, spec.cpu_cores)),
     )
 

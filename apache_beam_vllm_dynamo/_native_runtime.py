@@ -10,7 +10,12 @@ from typing import ClassVar
 
 from apache_beam_vllm_dynamo import _probes
 from apache_beam_vllm_dynamo._addresses import LOOPBACK, free_ports
-from apache_beam_vllm_dynamo._commands import native_server_command
+from apache_beam_vllm_dynamo._canary import RankCanary
+from apache_beam_vllm_dynamo._commands import (
+    CANARY_TIMEOUT_SECS,
+    CANARY_WAIT_SECS,
+    native_server_command,
+)
 from apache_beam_vllm_dynamo._device_lock import gpu_claims
 from apache_beam_vllm_dynamo._doctor_subject import Subject
 from apache_beam_vllm_dynamo._identity import model_of
@@ -32,6 +37,7 @@ class NativeVLLMRuntime(SupervisedRuntime):
       chat_template: The text of a chat template over the model's own, or ``None``.
       start_timeout_s: How long the start may take, in seconds, model load included.
       stop_timeout_s: How long the server is given to end by itself, in seconds.
+      hang_timeout_s: How long it may leave requests for one token unanswered, in seconds.
       env: The worker's environment; the process's own when ``None``. It is never changed.
     """
 
@@ -45,18 +51,20 @@ class NativeVLLMRuntime(SupervisedRuntime):
         chat_template: str | None,
         start_timeout_s: float,
         stop_timeout_s: float,
+        hang_timeout_s: float,
         env: Mapping[str, str] | None = None,
     ) -> None:
         base_env = environment_of_worker(env)
         self._model_name = model_name
         self._server = spec
         self._stop_timeout_s = stop_timeout_s
+        self._hang_timeout_s = hang_timeout_s
         self._port: int | None = None
         topology = look_up_topology(base_env)
         # On CPU cores, which can be shared, or where vLLM has to find out itself, there are none.
         self._gpus = (topology.gpus or ())[: spec.devices_needed]
         super().__init__(
-            (model_of(model_name), spec, topology.gpus, start_timeout_s),
+            (model_of(model_name), spec, topology.gpus, start_timeout_s, hang_timeout_s),
             description=f'model {model_name!r} (native vLLM)',
             claims=gpu_claims((), len(self._gpus), self._gpus, topology.uuids),
             env=base_env,
@@ -121,6 +129,21 @@ class NativeVLLMRuntime(SupervisedRuntime):
         def serves(timeout_s: float) -> Reply | None:
             return _probes.healthy(port, timeout_s) or _probes.answers(port, model)
 
+        ranks = self.kv_caches
+        canary = RankCanary(
+            ranks,
+            partial(_probes.signs_of_ranks, port, ranks),
+            # The only rank of a server is not named to it.
+            lambda rank, timeout_s: _probes.answers(
+                port, model, timeout_s, rank if ranks > 1 else None
+            ),
+            wait_s=CANARY_WAIT_SECS,
+            timeout_s=CANARY_TIMEOUT_SECS,
+        )
+
+        def computes(timeout_s: float) -> Reply | None:
+            return _probes.healthy(port, timeout_s) or canary(timeout_s)
+
         return ServiceSpec(
             'vLLM server',
             command.argv,
@@ -128,6 +151,7 @@ class NativeVLLMRuntime(SupervisedRuntime):
             serves,
             self._stop_timeout_s,
             self._start_timeout_s,
-            liveness=partial(_probes.healthy, port),
+            unwell_bound_s=self._hang_timeout_s,
+            liveness=computes,
             devices=self._gpus,
         )

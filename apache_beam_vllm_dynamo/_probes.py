@@ -12,6 +12,7 @@ import http.client
 import json
 import re
 import urllib.parse
+from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -25,6 +26,12 @@ _REQUESTS = re.compile(
     rb'^dynamo_component_requests_total\{[^}]*dynamo_endpoint="generate"[^}]*\} (\S+)', re.MULTILINE
 )
 _MIGRATIONS = re.compile(rb'^dynamo_frontend_model_migration_total(?:\{.*\})? (\S+)', re.MULTILINE)
+# What changes while a rank computes: once a step, or with each piece of a long prompt.
+_SIGNS = re.compile(
+    rb'^vllm:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc|prompt_tokens_total'
+    rb'|generation_tokens_total)\{[^}]*engine="(\d+)"[^}]*\} (\S+)',
+    re.MULTILINE,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,18 +124,47 @@ def sum_of(series: re.Pattern[bytes], text: bytes) -> int:
 
 
 def _sum_of(series: re.Pattern[bytes], port: int, timeout_s: float) -> int | None:
+    text = _metrics(port, timeout_s)
+    return sum_of(series, text) if text is not None else None
+
+
+def signs_of_ranks(
+    port: int, ranks: int, timeout_s: float = PROBE_TIMEOUT_S
+) -> list[list[bytes]] | None:
+    """What changes while a rank of vLLM's own server computes, for each; ``None`` unanswered."""
+    text = _metrics(port, timeout_s)
+    if text is None:
+        return None
+    signs: list[list[bytes]] = [[] for _ in range(ranks)]
+    for rank, value in _SIGNS.findall(text):
+        if int(rank) < ranks:
+            signs[int(rank)].append(value)
+    return signs
+
+
+def answers(
+    port: int, model_name: str, timeout_s: float = CANARY_TIMEOUT_S, rank: int | None = None
+) -> Reply | None:
+    """Asks for one token; ``None`` once it came, else what came instead.
+
+    Args:
+      port: Where the server listens.
+      model_name: The model.
+      timeout_s: How long the answer may take, in seconds.
+      rank: The data-parallel rank of vLLM's own server that shall answer; any, if ``None``.
+    """
+    body = {'model': model_name, 'prompt': CANARY_PROMPT, 'max_tokens': 1}
+    headers = {} if rank is None else {'X-data-parallel-rank': str(rank)}
+    reply = _exchange('POST', port, '/v1/completions', body, timeout_s, headers)
+    return None if reply.status == HTTPStatus.OK else reply
+
+
+def _metrics(port: int, timeout_s: float) -> bytes | None:
     try:
         status, text = _send('GET', port, '/metrics', None, timeout_s)
     except (OSError, http.client.HTTPException):
         return None
-    return sum_of(series, text) if status == HTTPStatus.OK else None
-
-
-def answers(port: int, model_name: str) -> Reply | None:
-    """Asks for one token; ``None`` once it came, else what came instead."""
-    body = {'model': model_name, 'prompt': CANARY_PROMPT, 'max_tokens': 1}
-    reply = _exchange('POST', port, '/v1/completions', body, CANARY_TIMEOUT_S)
-    return None if reply.status == HTTPStatus.OK else reply
+    return text if status == HTTPStatus.OK else None
 
 
 def _get(port: int, path: str, timeout_s: float) -> Reply:
@@ -151,10 +187,15 @@ def _workers(reply: Reply, namespace: str) -> int:
 
 
 def _exchange(
-    method: str, port: int, path: str, body: dict[str, object] | None, timeout_s: float
+    method: str,
+    port: int,
+    path: str,
+    body: dict[str, object] | None,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> Reply:
     try:
-        status, content = _send(method, port, path, body, timeout_s)
+        status, content = _send(method, port, path, body, timeout_s, headers)
     except (OSError, http.client.HTTPException) as error:
         return Reply(None, problem=f'{type(error).__name__}: {error}')
     try:
@@ -164,13 +205,18 @@ def _exchange(
 
 
 def _send(
-    method: str, port: int, path: str, body: dict[str, object] | None, timeout_s: float
+    method: str,
+    port: int,
+    path: str,
+    body: dict[str, object] | None,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bytes]:
     connection = http.client.HTTPConnection(LOOPBACK, port, timeout=timeout_s)
     try:
         payload = json.dumps(body).encode() if body is not None else None
-        headers = {'Content-Type': 'application/json'} if body is not None else {}
-        connection.request(method, path, payload, headers)
+        content_type = {'Content-Type': 'application/json'} if body is not None else {}
+        connection.request(method, path, payload, content_type | dict(headers or {}))
         response = connection.getresponse()
         return response.status, response.read()
     finally:

@@ -39,7 +39,7 @@ SILENT_PROBES = 5
 # One that has used no CPU time at all meanwhile is not starved: it is stopped or in a deadlock.
 SILENT_PROBES_OF_FROZEN = 2
 ADDRESS_TAKEN = 'address in use'
-UNHEALTHY_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
+UNWELL_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
 # What KILL does not end hangs in a driver, which either comes back within seconds or not at all.
 GONE_BOUND_S = 60.0
 LOG_LOOK_INTERVAL_S = 1.0  # of a start: to search the end of a log takes milliseconds
@@ -96,6 +96,7 @@ class ServiceSpec:
         ``probe`` itself where there is none.
       stop_grace_s: How long it may take to end by itself, in seconds.
       start_bound_s: How long a restart may take until it serves, in seconds.
+      unwell_bound_s: How long it may answer that it does not serve, in seconds, once it did.
       devices: What it is pinned to.
       restart_policy: How often it is started again.
     """
@@ -108,6 +109,7 @@ class ServiceSpec:
     start_bound_s: float
     devices: tuple[str, ...] = ()
     restart_policy: RestartPolicy = RESTART_POLICY
+    unwell_bound_s: float = UNWELL_BOUND_S
     liveness: Callable[[float], Answer | None] | None = None
 
 
@@ -319,8 +321,9 @@ class Service:
     def _look_at_answer(self, found: Answer) -> None:
         if found.status is not None:
             self._silent_probes = 0
-            if self._clock() - self._well_at > UNHEALTHY_BOUND_S:
-                self._kill_hung(f'says for {UNHEALTHY_BOUND_S:.0f} s that it is not well: {found}')
+            bound_s = self.spec.unwell_bound_s
+            if self._clock() - self._well_at > bound_s:
+                self._kill_hung(f'says for {bound_s:.0f} s that it is not well: {found}')
             return
         self._silent_probes += 1
         # A refused connection takes no time, and may mean that it is about to end by itself.

@@ -178,6 +178,11 @@ class DynamoRuntimeConfig:
       start_timeout_secs: How long the whole start may take, in seconds, model load included.
       stop_timeout_secs: How long the engines are given to end by themselves, in seconds,
         before they are killed.
+      hang_timeout_secs: How long an engine may neither bring forth a token nor answer a
+        request for one, in seconds, before it is killed and replaced. Up to 13 seconds more
+        pass before such a silence is noticed. It must be longer than the longest prefill of
+        a single prompt, and than a compilation that a first request causes. Simulated
+        engines, which are one process, need no such question.
 
     Raises:
       ConfigurationError: The fields cannot work, alone or together.
@@ -199,6 +204,7 @@ class DynamoRuntimeConfig:
     migration_limit: int = 3
     start_timeout_secs: float = 1800.0
     stop_timeout_secs: float = 15.0
+    hang_timeout_secs: float = 120.0
 
     def __post_init__(self) -> None:
         self._check_choices()
@@ -319,6 +325,7 @@ class DynamoRuntimeConfig:
         _checks.check_not_negative('router_temperature', self.router_temperature)
         _checks.check_seconds('start_timeout_secs', self.start_timeout_secs)
         _checks.check_seconds('stop_timeout_secs', self.stop_timeout_secs)
+        _checks.check_seconds('hang_timeout_secs', self.hang_timeout_secs)
         if type(self.migration_limit) is not int or self.migration_limit < 0:
             raise ConfigurationError(
                 f'migration_limit is {self.migration_limit!r}; it must be a whole number, 0 or '

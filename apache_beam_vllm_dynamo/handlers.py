@@ -68,6 +68,9 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         sending on; 1,800 unless given.
       start_timeout_secs: How long the start of the server may take, in seconds, model load
         included; with a ``dynamo_runtime_config`` it is a field of that. Unset, 1,800.
+      hang_timeout_secs: How long an engine, or rank of the native server, may neither bring
+        forth a token nor answer a request for one, in seconds, before it is replaced; with a
+        ``dynamo_runtime_config`` it is a field of that, and explained there. Unset, 120.
       error_excerpt_chars: How much of the server's message an error keeps, in characters; it may
         repeat a part of the prompt. 200 unless given; 0 keeps nothing.
       **kwargs: ``env_vars``: environment variables for the server's processes alone;
@@ -102,6 +105,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
         element_timeout_secs: float = DEFAULT_ELEMENT_TIMEOUT_S,
         start_timeout_secs: float | None = None,
+        hang_timeout_secs: float | None = None,
         error_excerpt_chars: int = DEFAULT_EXCERPT_CHARS,
         **kwargs: Any,
     ) -> None:
@@ -120,6 +124,7 @@ class VLLMCompletionsModelHandler(VLLMModelHandler[CompletionElement]):
             request_timeout_secs=request_timeout_secs,
             element_timeout_secs=element_timeout_secs,
             start_timeout_secs=start_timeout_secs,
+            hang_timeout_secs=hang_timeout_secs,
             error_excerpt_chars=error_excerpt_chars,
             batching={
                 'min_batch_size': min_batch_size,
@@ -178,6 +183,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
         request_timeout_secs: float = DEFAULT_REQUEST_TIMEOUT_S,
         element_timeout_secs: float = DEFAULT_ELEMENT_TIMEOUT_S,
         start_timeout_secs: float | None = None,
+        hang_timeout_secs: float | None = None,
         error_excerpt_chars: int = DEFAULT_EXCERPT_CHARS,
         **kwargs: Any,
     ) -> None:
@@ -196,6 +202,7 @@ class VLLMChatModelHandler(VLLMModelHandler[ChatElement]):
             request_timeout_secs=request_timeout_secs,
             element_timeout_secs=element_timeout_secs,
             start_timeout_secs=start_timeout_secs,
+            hang_timeout_secs=hang_timeout_secs,
             error_excerpt_chars=error_excerpt_chars,
             batching={
                 'min_batch_size': min_batch_size,

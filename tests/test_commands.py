@@ -128,10 +128,16 @@ FRONTEND = {
     'DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS': '300',
 }
 HASH_SEED = {'PYTHONHASHSEED': '0'}
+# A simulated engine is one process, whose health endpoint says all.
+CANARY = {
+    'DYN_HEALTH_CHECK_ENABLED': 'true',
+    'DYN_CANARY_WAIT_TIME': '3',
+    'DYN_HEALTH_CHECK_REQUEST_TIMEOUT': '10',
+}
 
 
-def engine_variables(index: int) -> dict[str, str]:
-    return {
+def engine_variables(index: int, *, simulated: bool = False) -> dict[str, str]:
+    return ({} if simulated else CANARY) | {
         'DYN_LOG': 'info,tower_http=off',
         'DYN_SYSTEM_HOST': '127.0.0.1',
         'DYN_SYSTEM_PORT': str(20_003 + 2 * index),
@@ -306,7 +312,9 @@ def test_a_simulated_engine_takes_the_flags_of_vllm_that_it_knows_and_its_own() 
         '--block-size', '16', '--max-num-seqs', '8', '--no-enable-chunked-prefill',
         '--num-gpu-blocks-override', '64', '--speedup-ratio', '10',
     )  # fmt: skip
-    own = engine_variables(1) | {'DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS': '["generate"]'}
+    own = engine_variables(1, simulated=True) | {
+        'DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS': '["generate"]'
+    }
     assert command.env == DYNAMO | OWN_ETCD | HASH_SEED | own
 
 

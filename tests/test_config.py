@@ -74,6 +74,7 @@ FULL = DynamoRuntimeConfig(
     migration_limit=0,
     start_timeout_secs=60,
     stop_timeout_secs=1.5,
+    hang_timeout_secs=90,
 )
 
 
@@ -264,7 +265,12 @@ CONFIG_REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({'frontend_kwargs': ['x']}, ["frontend_kwargs is ['x']", 'mapping']),
     *(
         ({field: value}, [f'{field} is {value!r}', 'seconds above 0'])
-        for field in ('router_prediction_secs', 'start_timeout_secs', 'stop_timeout_secs')
+        for field in (
+            'router_prediction_secs',
+            'start_timeout_secs',
+            'stop_timeout_secs',
+            'hang_timeout_secs',
+        )
         for value in (0, -1.5, math.inf, math.nan, '60', True, None)
     ),
     *(

@@ -91,6 +91,7 @@ def test_every_argument_of_beams_handler_is_taken_in_its_place(ours: type[Any]) 
         pytest.param({'model_copies': True}, 'model_copies is True', id='model_copies as a flag'),
         pytest.param({'use_dynamo': 'false'}, 'True or False', id='use_dynamo'),
         pytest.param({'start_timeout_secs': -1}, 'seconds', id='start_timeout_secs'),
+        pytest.param({'hang_timeout_secs': 0}, 'seconds', id='hang_timeout_secs'),
         pytest.param(
             {
                 'use_dynamo': True,

@@ -23,6 +23,7 @@ from apache_beam_vllm_dynamo._probes import (
     etcd_serves,
     frontend_serves,
     healthy,
+    signs_of_ranks,
 )
 
 NAMESPACE = 'beam-0'
@@ -253,6 +254,27 @@ def test_the_canary_says_what_came_instead_of_an_answer(server: FakeServer) -> N
     found = answers(server.port, 'm')
     assert found is not None
     assert (found.status, found.body) == (400, {'message': 'no'})
+
+
+def test_the_signs_of_a_rank_are_its_own(server: FakeServer) -> None:
+    def metrics(first: float, second: float) -> bytes:
+        return f"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+vllm:num_requests_running{{engine="0",model_name="m"}} 3.0
+vllm:generation_tokens_total{{engine="0",model_name="m"}} {first}
+vllm:generation_tokens_total{{engine="1",model_name="m"}} {second}
+http_requests_total{{engine="1"}} {time.monotonic()}
+""".encode()
+
+    server.set('/metrics', 200, metrics(1, 1))
+    before = signs_of_ranks(server.port, 2)
+    assert before == signs_of_ranks(server.port, 2)
+    server.set('/metrics', 200, metrics(1, 2))
+    after = signs_of_ranks(server.port, 2)
+    assert before is not None
+    assert after is not None
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
+    server.set('/metrics', 404, b'')
+    assert signs_of_ranks(server.port, 2) is None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from apache_beam_vllm_dynamo._service import (
     RESTART_POLICY,
     SILENT_PROBES,
     SILENT_PROBES_OF_FROZEN,
-    UNHEALTHY_BOUND_S,
+    UNWELL_BOUND_S,
     Service,
     ServiceSpec,
 )
@@ -277,7 +277,7 @@ def test_single_silent_probes_are_forgiven(serving: World) -> None:
 
 def test_a_server_that_says_for_long_that_it_is_unwell_is_replaced(serving: World) -> None:
     serving.answer = UNWELL
-    serving.pass_time(UNHEALTHY_BOUND_S - 5)
+    serving.pass_time(UNWELL_BOUND_S - 5)
     assert serving.state == 'serving'
     serving.until('restarting', bound_s=10)
     assert 'not well' in FakeProcess.made[0].killed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -9,6 +10,8 @@ import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -101,8 +104,8 @@ def test_greedy_completions_do_not_depend_on_the_server(tmp_path: pathlib.Path) 
     assert 'Paris' in found['native'][0]
 
 
-def test_two_engines_share_prefixes_through_real_events_and_stay_on_loopback() -> None:
-    handler = dynamo(engines(2))
+def test_two_engines_share_prefixes_stay_on_loopback_and_one_that_hangs_is_replaced() -> None:
+    handler = dynamo(engines(2, hang_timeout_secs=10))
     model = handler.load_model()
     [first] = ask(handler, model, [DOCUMENT + 'Who?'])
     [second] = ask(handler, model, [DOCUMENT + 'Where?'])
@@ -113,6 +116,40 @@ def test_two_engines_share_prefixes_through_real_events_and_stay_on_loopback() -
         lambda: metric(model.endpoint(), 'dynamo_component_kv_cache_events_applied', status='ok'),
     )
     assert listeners_off_loopback() == []
+
+    with answering(handler, model) as hung:
+        inflight = 'dynamo_frontend_inflight_requests'
+        wait_until('requests are under way', lambda: metric(model.endpoint(), inflight) > 12)
+        os.kill(hung, signal.SIGSTOP)
+    assert metric(model.endpoint(), 'dynamo_frontend_model_migration_total') > 0
+    assert [s.restarts for s in model.status() if 'engine' in s.label] in ([1, 0], [0, 1])
+
+
+@contextlib.contextmanager
+def answering(handler: VLLMCompletionsModelHandler, model: Any) -> Iterator[int]:
+    """All requests of the block are answered although it stops a process that has a model.
+
+    Gives the id of that process, whose parent goes on to say that it lives.
+    """
+    results: list[Any] = []
+    prompts = [f'{number} green bottles' for number in range(24)]
+    arguments = {'temperature': 0, 'max_tokens': 80, 'ignore_eos': True}
+    asking = threading.Thread(
+        target=lambda: results.extend(handler.run_inference(prompts, model, arguments))
+    )
+    asking.start()
+    try:
+        yield max(pid for pid in pids_of_children() if b'EngineCore' in command_line(pid))
+    finally:
+        asking.join(240)
+    assert [result.example for result in results] == prompts
+    assert {result.inference.usage.completion_tokens for result in results} == {80}
+    [error] = [status.last_error for status in model.status() if status.last_error]
+    assert error.startswith('says for 10 s that it is not well')
+
+
+def command_line(pid: int) -> bytes:
+    return pathlib.Path(f'/proc/{pid}/cmdline').read_bytes()
 
 
 def listeners_off_loopback() -> list[str]:
@@ -127,15 +164,26 @@ def listeners_off_loopback() -> list[str]:
     return [line for line in of_ours if line.split()[3].rpartition(':')[0] != '127.0.0.1']
 
 
-def test_the_native_server_runs_data_parallel() -> None:
+def test_the_native_server_runs_data_parallel_and_is_replaced_when_a_rank_hangs() -> None:
     handler = VLLMCompletionsModelHandler(
         MODEL,
         {**FLAGS, 'data-parallel-size': 2},
+        hang_timeout_secs=10,
         env_vars={**ENV, 'VLLM_CPU_OMP_THREADS_BIND': '0|1'},
     )
     model = handler.load_model()
     assert model.window() == 32
     assert 'Paris' in texts(handler, model, PROMPTS)[0]
+
+    with answering(handler, model) as hung:
+        rank = re.search(rb'DP(\d)', command_line(hung))
+        assert rank is not None
+        running = 'vllm:num_requests_running', rank[1].decode()
+        wait_until(
+            'requests are under way',
+            lambda: metric(model.endpoint(), running[0], engine=running[1]) > 4,
+        )
+        os.kill(hung, signal.SIGSTOP)
 
 
 @pytest.mark.parametrize('server', ['native', 'dynamo'])
