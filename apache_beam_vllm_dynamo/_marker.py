@@ -14,7 +14,7 @@ import re
 import secrets
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 MARKER = 'APACHE_BEAM_VLLM_DYNAMO_CHILD'  # the environment variable that holds the token
 
@@ -23,7 +23,7 @@ MARKER = 'APACHE_BEAM_VLLM_DYNAMO_CHILD'  # the environment variable that holds 
 READABLE_ENVIRON = {'SPT_NOENV': '1'}
 
 SWEEP_BOUND_S = 2.0  # killed processes are gone within milliseconds, large ones in a second or two
-SWEEP_PAUSE_S = 0.01  # a killed process keeps its environment until the kernel has torn it down
+SWEEP_PAUSE_S = 0.01
 
 _SHIM = os.fsencode(pathlib.Path(__file__).with_name('_lifeline.py'))
 _ENTRY = os.fsencode(f'\0{MARKER}=')
@@ -31,16 +31,23 @@ _ENTRY = os.fsencode(f'\0{MARKER}=')
 
 def new_token() -> str:
     """A token that nobody else has, of a child of this process."""
-    return f'{os.getpid()}.{_start_ticks(os.getpid())}.{secrets.token_hex(8)}'
+    return f'{os.getpid()}.{start_ticks(os.getpid())}.{secrets.token_hex(8)}'
 
 
-def kill_marked(token: str, timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
+def kill_marked(
+    token: str, timeout_s: float = SWEEP_BOUND_S, known: Mapping[int, int | None] | None = None
+) -> tuple[int, ...]:
     """Kills every process that carries `token`, for at most `timeout_s` seconds.
+
+    Args:
+      token: The token.
+      timeout_s: How long it may take, in seconds.
+      known: Others that have been killed and are waited for, with their :func:`start_ticks`.
 
     Returns:
       The process ids of those that are still there.
     """
-    return _kill_all(lambda _, found: found == token, timeout_s)
+    return _kill_all(lambda _, found: found == token, timeout_s, known or {})
 
 
 def orphans() -> tuple[int, ...]:
@@ -59,7 +66,7 @@ def kill_orphans(timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
     Returns:
       The process ids of those that are still there.
     """
-    return _kill_all(_orphaned(), timeout_s)
+    return _kill_all(_orphaned(), timeout_s, {})
 
 
 def _orphaned() -> Callable[[str, str], bool]:
@@ -71,15 +78,21 @@ def _orphaned() -> Callable[[str, str], bool]:
     )
 
 
-def _kill_all(matches: Callable[[str, str], bool], timeout_s: float) -> tuple[int, ...]:
+def _kill_all(
+    matches: Callable[[str, str], bool], timeout_s: float, known: Mapping[int, int | None]
+) -> tuple[int, ...]:
     deadline = time.monotonic() + timeout_s
+    killed = dict(known)
     while True:
-        found = _found(matches)
-        if not found or time.monotonic() >= deadline:
-            return found
-        for pid in found:
+        for pid in _found(matches):
+            killed.setdefault(pid, start_ticks(pid))
             with contextlib.suppress(OSError):  # it has ended by itself
                 os.kill(pid, signal.SIGKILL)
+        # The kernel takes the environment first of all, and the memory of a GPU last: a process
+        # that is found no more may still have that for a second or two.
+        left = tuple(pid for pid, ticks in killed.items() if exists(pid, ticks))
+        if not left or time.monotonic() >= deadline:
+            return left
         time.sleep(SWEEP_PAUSE_S)
 
 
@@ -104,10 +117,18 @@ def cpu_ticks(pid: int) -> int | None:
     return int(fields[11]) + int(fields[12]) if fields is not None else None
 
 
-def exists(pid: int) -> bool:
-    """Whether there is a process of that id that is not only waiting to be collected."""
+def exists(pid: int, ticks: int | None = None) -> bool:
+    """Whether there is a process of that id that is not only waiting to be collected.
+
+    Args:
+      pid: The process id.
+      ticks: Its :func:`start_ticks`, where the id may have gone to another process.
+    """
     fields = _stat(pid)
-    return fields is not None and fields[0] not in (b'Z', b'X')
+    if fields is None or (ticks is not None and int(fields[19]) != ticks):
+        return False
+    # What the first thread had in common with others that are still ending is still there.
+    return fields[0] not in (b'Z', b'X') or int(fields[17]) > 1
 
 
 def _is_shim(pid: str) -> bool:
@@ -121,10 +142,10 @@ def _is_shim(pid: str) -> bool:
 
 def _owner_is_gone(token: str) -> bool:
     owner = re.fullmatch(r'(\d+)\.(\d+)\..*', token)
-    return owner is not None and _start_ticks(int(owner[1])) != int(owner[2])
+    return owner is not None and start_ticks(int(owner[1])) != int(owner[2])
 
 
-def _start_ticks(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """When a process started, in clock ticks since boot; ``None`` when there is none."""
     fields = _stat(pid)
     return int(fields[19]) if fields is not None else None

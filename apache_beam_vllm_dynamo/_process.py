@@ -45,6 +45,7 @@ from apache_beam_vllm_dynamo._marker import (
     exists,
     kill_marked,
     new_token,
+    start_ticks,
 )
 from apache_beam_vllm_dynamo.errors import MissingDependencyError, StartError, format_log_tail
 
@@ -254,6 +255,7 @@ class _Run:
         self.ended = threading.Event()  # set last: nothing changes after it
         self.start_error: StartError | None = None
         self.pid: int | None = None
+        self._leader: dict[int, int | None] = {}  # with its start, for it may be gone long since
         self.exit: ExitStatus | None = None
         self.survivors: tuple[int, ...] = ()  # the shim and its sweep
         self.lingers: tuple[int, ...] = ()  # what the shim waits for
@@ -350,7 +352,7 @@ class _Run:
             self._shim.kill()  # it has ended, unless the reader failed
             self._shim.wait()
             if self._returncode is None and self.start_error is None:
-                self.survivors = kill_marked(self._token)
+                self.survivors = kill_marked(self._token, known=self._leader)
             self._finish()
 
     def _read_pipes(self) -> None:
@@ -376,6 +378,7 @@ class _Run:
     def _handle(self, event: dict[str, Any]) -> None:
         if event['event'] == 'started':
             self.pid = event['pid']
+            self._leader = {event['pid']: start_ticks(event['pid'])}
             self.settled.set()
         elif event['event'] == 'ended':
             self._returncode = event['returncode']

@@ -55,6 +55,21 @@ def test_exactly_the_marked_processes_are_killed(tree: ProcessTree) -> None:
     assert end(*others) == [-signal.SIGTERM] * 3
 
 
+def test_what_is_said_to_be_gone_has_given_its_memory_back(tree: ProcessTree) -> None:
+    """Its environment is gone a tenth of a second before that, and cannot tell."""
+    token = new_token()
+    code = "memory = b'x' * (400 << 20); print(flush=True); input()"
+    process = subprocess.Popen(
+        (sys.executable, '-S', '-c', code),
+        env={**tree.env, MARKER: token}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    with process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert kill_marked(token) == ()
+        assert state_of(process.pid) == 'Z'
+
+
 def test_orphans_are_those_whose_owner_is_gone(tree: ProcessTree) -> None:
     """A living owner's children, and marks of an unknown form, are left alone."""
     orphan = sleeper(tree, token_of_a_process_that_is_gone())

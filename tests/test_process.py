@@ -395,10 +395,12 @@ class TestGuardLost:
         self, tree: ProcessTree
     ) -> None:
         """The kernel kills the command; the grandchild is found by its environment."""
-        child = started(tree.spec(env={**STUBBORN, **GRANDCHILD}))
+        child = started(tree.spec(env={**STUBBORN, **GRANDCHILD, 'MEMORY_MIB': '400'}))
         grandchild = report_of(child)['grandchild']
         os.kill(guard_of(child), signal.SIGKILL)
         status = wait_until('the loss is noticed', child.poll)
+        assert child.pid is not None
+        assert state_of(child.pid) in (None, 'Z')  # the memory has been given back
         assert status == ExitStatus(-9, lost_lifeline=True)
         assert state_of(grandchild) in (None, 'Z')  # a zombie is its new parent's to collect
         assert not tree.pids()

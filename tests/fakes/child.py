@@ -8,6 +8,7 @@ IGNORE_SIGTERM: not empty: SIGTERM does nothing.
 SIGTERM_EXIT_CODE: SIGTERM ends it with that exit status.
 SPAWN_GRANDCHILD_IN_OWN_SESSION: not empty: it has a descendant that it is not the parent
   of any more (double fork), in a session of its own, that ignores SIGTERM.
+MEMORY_MIB: it has filled that much memory.
 EXIT_CODE: not empty: it ends by itself when it is ready, with that exit status.
 """
 
@@ -69,6 +70,7 @@ def main() -> None:
         'grandchild': grandchild() if knobs.get('SPAWN_GRANDCHILD_IN_OWN_SESSION') else None,
     }
     time.sleep(float(knobs.get('STARTUP_DELAY') or 0))
+    _memory = b'x' * (int(knobs.get('MEMORY_MIB') or 0) << 20)
     print(json.dumps(report), flush=True)
     if at_once := knobs.get('EXIT_CODE'):
         sys.exit(int(at_once))
