@@ -26,10 +26,11 @@ class Paragraph:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table; all columns but the first hold figures."""
+    """A table; all columns but the first hold figures, unless all hold text."""
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    text: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,12 +58,13 @@ h1, h2, h3 { line-height: 1.2; }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto; }
 th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: right;
   white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; }
+th:first-child, td:first-child, .text th, .text td { text-align: left; }
+.text td { white-space: pre-line; overflow-wrap: anywhere; }
 figure { margin: 1.5rem 0; }
 figure svg { width: 100%; height: auto; }
 figcaption { color: #555; }
 .important { border-left: 4px solid #228833; background: #f2f8f3; padding: .6rem 1rem; }
-pre { background: #f4f4f4; padding: .6rem 1rem; overflow-x: auto; }
+pre { background: #f4f4f4; padding: .6rem 1rem; white-space: pre-wrap; overflow-wrap: anywhere; }
 """
 
 
@@ -89,16 +91,19 @@ def _markdown(block: Block) -> str:
             return f'{"#" * level} {text}'
         case Paragraph(text, important):
             return f'**{text}**' if important else text
-        case Table(header, rows):
-            aligned = [':--', *['--:'] * (len(header) - 1)]
+        case Table(header, rows, text):
+            aligned = [':--', *[':--' if text else '--:'] * (len(header) - 1)]
             return '\n'.join(
-                f'| {" | ".join(cell.replace("|", chr(92) + "|") for cell in row)} |'
-                for row in (header, aligned, *rows)
+                f'| {" | ".join(map(_cell, row))} |' for row in (header, aligned, *rows)
             )
         case Code(text):
             return f'```\n{text}\n```'
         case Plot(_, caption):
             return f'- {caption}: in `report.html`'
+
+
+def _cell(text: str) -> str:
+    return '<br>'.join(text.replace('|', r'\|').splitlines())
 
 
 def _html(block: Block, plots: Mapping[str, str]) -> str:
@@ -108,13 +113,15 @@ def _html(block: Block, plots: Mapping[str, str]) -> str:
         case Paragraph(text, important):
             kind = ' class="important"' if important else ''
             return f'<p{kind}>{html.escape(text)}</p>'
-        case Table(header, rows):
+        case Table(header, rows, text):
+            kind = ' class="text"' if text else ''
             head = ''.join(f'<th>{html.escape(cell)}</th>' for cell in header)
             body = '\n'.join(
                 f'<tr>{"".join(f"<td>{html.escape(cell)}</td>" for cell in row)}</tr>'
                 for row in rows
             )
-            return f'<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>'
+            top = f'<table{kind}>\n<thead><tr>{head}</tr></thead>'
+            return f'{top}\n<tbody>\n{body}\n</tbody>\n</table>'
         case Code(text):
             return f'<pre>{html.escape(text)}</pre>'
         case Plot(name, caption):

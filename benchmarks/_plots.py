@@ -24,6 +24,7 @@ _GROUP_WIDTH = 0.8  # of a group of bars; the next group is at a distance of 1
 _BAR_WIDTH = 0.9  # of a bar's place in its group
 # Told apart also by those who see no red or no green.
 _COLORS = ('#4477aa', '#ee6677', '#228833', '#ccbb44', '#66ccee', '#aa3377', '#bbbbbb')
+_FAILED = '//'  # the hatch of a bar whose arm left prompts without an answer
 _STYLE: dict[Any, Any] = {
     'svg.fonttype': 'none',  # text stays text
     'font.family': 'sans-serif',
@@ -151,7 +152,7 @@ def _bars(axes: Axes, report: Report, value: Callable[[Report], Report | None]) 
             if estimate is None:
                 continue
             height = estimate['mean']
-            axes.bar(middle, height, width, color=color)
+            axes.bar(middle, height, width, color=color, hatch=_hatch(cohort['arms'][arm]))
             if estimate['low'] is not None:
                 reach = [[height - estimate['low']], [estimate['high'] - height]]
                 axes.errorbar(middle, height, reach, fmt='none', ecolor='black', capsize=3)
@@ -169,6 +170,9 @@ def _finished(figure: Figure, axes: Axes, report: Report, *more: Artist) -> Figu
     axes.set_xticks(range(len(report['cohorts'])), [_title(c) for c in report['cohorts']])
     axes.grid(visible=False, axis='x')
     arms = [Patch(color=c, label=_label(arm, report)) for arm, c in _colors(report).items()]
+    if any(_hatch(arm) for cohort in report['cohorts'] for arm in cohort['arms'].values()):
+        label = 'left prompts without an answer'
+        arms.append(Patch(facecolor='white', edgecolor='black', hatch=_FAILED, label=label))
     figure.legend(
         handles=[*arms, *more], loc='outside upper center', ncols=len(arms) + 1, frameon=False
     )
@@ -177,6 +181,10 @@ def _finished(figure: Figure, axes: Axes, report: Report, *more: Artist) -> Figu
 
 def _title(cohort: Report) -> str:
     return f'cohort {cohort["cohort"]}'
+
+
+def _hatch(arm: Report) -> str | None:
+    return _FAILED if arm['failed'] else None
 
 
 def _label(arm: str, report: Report) -> str:

@@ -55,12 +55,17 @@ def page(report: Report) -> list[Block]:
         *_cost(report),
         Heading('How to read this'),
         *(Paragraph(text) for text in (HOW_TO_READ, CEILING, NO_TTFT)),
-        Table(['arm', 'what it is'], [[name, what] for name, what in report['arms'].items()]),
+        Table(
+            ['arm', 'what it is'],
+            [[name, what] for name, what in report['arms'].items()],
+            text=True,
+        ),
         Heading('How it was measured'),
         Code(report['command']),
         Table(
             ['setting', 'value'],
             [[name, _shown(value)] for name, value in _settings(report).items()],
+            text=True,
         ),
     ]
 
@@ -140,7 +145,8 @@ def _cost(report: Report) -> list[Block]:
         ]
     rows = [
         [
-            f'{cohort["cohort"]}: {_name(name, report)}',
+            f'{cohort["cohort"]}: {_name(name, report)}'
+            + (f', failed: {_failed(arm)}' if arm['failed'] else ''),
             _interval(arm['cost']['per_million_prompts']),
             _interval(arm['cost']['per_million_output_tokens']),
         ]
@@ -151,7 +157,7 @@ def _cost(report: Report) -> list[Block]:
         Heading('Cost'),
         Paragraph(
             f'At {price:g} an hour for all engines together and at the measured speed, without '
-            'the time that a start takes.'
+            'the time that a start takes. Prompts without an answer are not in it.'
         ),
         Table(['cohort: arm', 'per million prompts', 'per million output tokens'], rows),
     ]

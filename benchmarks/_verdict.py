@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from benchmarks._run_figures import RunFigures
 from benchmarks._statistics import Estimate, mean, ratio
 
+_LEAST_WINDOW = 2.0  # from first answer to last, in times of the shortest request
+
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
@@ -34,13 +36,11 @@ def judge(runs: Mapping[str, Sequence[RunFigures]], stand_ins: Mapping[str, str]
       stand_ins: Arms that are not what their names say, and so cannot be chosen.
     """
     remarks = [_failures(arm, found) for arm, found in runs.items() if _failed(found)]
-    speeds = {
-        arm: rates
-        for arm, found in runs.items()
-        if arm not in stand_ins and not _failed(found) and (rates := speeds_of(found))
-    }
-    if not speeds:
-        return Verdict(None, False, (), ' '.join(['No arm can be chosen.', *remarks]))
+    sound = {a: found for a, found in runs.items() if a not in stand_ins and not _failed(found)}
+    short = [_shortness(arm, run) for arm in sound for run in sound[arm] if _is_too_short(run)]
+    speeds = {arm: rates for arm, found in sound.items() if (rates := speeds_of(found))}
+    if short or not speeds:
+        return Verdict(None, False, (), ' '.join(['No arm can be chosen.', *short[:1], *remarks]))
     fastest = max(speeds, key=lambda arm: mean(speeds[arm]).mean)
     if len(speeds) == 1:
         text = f'{fastest} is the only arm that can be chosen, so nothing is compared.'
@@ -67,13 +67,18 @@ def overall(verdicts: Mapping[str, Verdict]) -> str:
         if verdict.choice is not None and verdict.decisive:
             chosen.setdefault(verdict.choice, []).append(cohort)
     sentences = [
-        f'Choose {arm} for {_cohorts(cohorts)}: there it is faster than all others by more than '
-        'the noise.'
+        f'Choose {arm} for {_cohorts(cohorts)}: there it is faster by more than the noise than '
+        'all others that can be chosen.'
         for arm, cohorts in chosen.items()
     ]
-    within = [c for c, verdict in verdicts.items() if verdict.choice and not verdict.decisive]
+    within = [c for c, v in verdicts.items() if v.choice and len(v.level) > 1]
     if within:
         sentences.append(f'For {_cohorts(within)} the fastest arms differ by no more than noise.')
+    alone = [c for c, v in verdicts.items() if v.level == (v.choice,) and not v.decisive]
+    if alone:
+        sentences.append(
+            f'For {_cohorts(alone)} one arm alone can be chosen, so nothing is compared.'
+        )
     unknown = [cohort for cohort, verdict in verdicts.items() if verdict.choice is None]
     if unknown:
         sentences.append(f'For {_cohorts(unknown)} these runs give no choice.')
@@ -95,6 +100,18 @@ def times(estimate: Estimate) -> str:
 
 def _failed(found: Sequence[RunFigures]) -> int:
     return sum(run.failed for run in found)
+
+
+def _is_too_short(run: RunFigures) -> bool:
+    """Whether much of its work was done before its first answer, where its window begins."""
+    return bool(run.latency_ms) and run.window_s * 1000 < _LEAST_WINDOW * run.latency_ms[0]
+
+
+def _shortness(arm: str, run: RunFigures) -> str:
+    return (
+        f'All answers of a run of {arm} came within {run.window_s:.3f} s, and no request took '
+        f'less than {run.latency_ms[0] / 1000:.3f} s: too few prompts to tell a speed.'
+    )
 
 
 def _failures(arm: str, found: Sequence[RunFigures]) -> str:

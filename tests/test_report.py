@@ -203,10 +203,36 @@ def test_the_verdicts_of_all_cohorts_are_put_together() -> None:
     unknown = _verdict.Verdict(None, False, (), '')
     found = {'0': level, '25': level, '75': decisive, '95': decisive, 'x': unknown}
     assert _verdict.overall(found) == (
-        'Choose dynamo-kv for cohorts 75, 95: there it is faster than all others by more than the '
-        'noise. For cohorts 0, 25 the fastest arms differ by no more than noise. For cohort x '
-        'these runs give no choice.'
+        'Choose dynamo-kv for cohorts 75, 95: there it is faster by more than the noise than all '
+        'others that can be chosen. For cohorts 0, 25 the fastest arms differ by no more than '
+        'noise. For cohort x these runs give no choice.'
     )
+
+
+def test_an_arm_that_nothing_is_compared_with_is_not_said_to_be_within_noise() -> None:
+    found = {'95': judged({'dynamo-kv': [10, 11]})}
+    assert _verdict.overall(found) == (
+        'For cohort 95 one arm alone can be chosen, so nothing is compared.'
+    )
+
+
+@pytest.mark.parametrize(('speeds', 'window_s'), [([900, 901, 902], 0.011), ([None] * 3, 0.0)])
+def test_runs_that_were_over_with_their_first_answers_are_no_verdict(
+    speeds: list[Any], window_s: float
+) -> None:
+    """A few prompts that the engines work on all at once: the window says nothing of the work."""
+    found = _verdict.judge(
+        {
+            'dynamo-rr': runs('dynamo-rr', '95', [100, 101, 102]),
+            'dynamo-kv': runs(
+                'dynamo-kv', '95', speeds, window_s=window_s, latency_ms=(1200.0,) * 101
+            ),
+        },
+        {},
+    )
+    assert (found.choice, found.decisive) == (None, False)
+    assert f'All answers of a run of dynamo-kv came within {window_s:.3f} s' in found.text
+    assert 'no request took less than 1.200 s: too few prompts' in found.text
 
 
 # The report.
@@ -289,6 +315,17 @@ def test_failures_stand_beside_the_speed() -> None:
     text = _document.to_markdown(_report_page.page(found))
     assert '6 of 200 (unavailable 6)' in text
     assert 'so its speed does not count' in text
+    assert '95: dynamo-kv, failed: 6 of 200 (unavailable 6)' in text
+    assert '95: dynamo-rr |' in text
+    drawn = _plots.draw(found)
+    assert 'left prompts without an answer' in drawn['throughput']
+    assert 'without an answer' not in _plots.draw(comparison())['throughput']
+
+
+def test_cells_of_several_lines_stay_in_their_row() -> None:
+    found = report(runs('dynamo-rr', '95', [100]), machine={'GPUs': 'GPU 0: H200\nGPU 1: H200'})
+    text = _document.to_markdown(_report_page.page(found))
+    assert '| GPUs | GPU 0: H200<br>GPU 1: H200 |' in text
 
 
 def test_nothing_is_written_if_a_report_cannot_be_made(
