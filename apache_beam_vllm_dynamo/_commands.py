@@ -71,11 +71,12 @@ HASH_SEED = '0'
 # vLLM makes sockets of a slash and 36 letters in its temporary directory; sun_path holds 107.
 LONGEST_TEMPORARY_DIRECTORY_BYTES = 70
 
-# Other variables of the worker that would make children meet on one port or one device.
+# Other variables of the worker that would make children meet on one port or one device, or that
+# would have vLLM's own server ask for a key, which nobody here has.
 _NOT_INHERITED = frozenset({
     'ETCD_ENDPOINTS', 'DYN_CONNECTOR', 'DYN_FORWARDPASS_METRIC_PORT', 'VLLM_PORT',
     'VLLM_NIXL_SIDE_CHANNEL_PORT', 'VLLM_NIXL_SIDE_CHANNEL_HOST', 'VLLM_DP_MASTER_PORT',
-    'MASTER_ADDR', 'MASTER_PORT', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE',
+    'MASTER_ADDR', 'MASTER_PORT', 'RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'VLLM_API_KEY',
 })  # fmt: skip
 
 # The flags of vLLM that the simulated engine has too, by the same name and meaning.

@@ -55,6 +55,7 @@ NASTY = {
     'ETCD_AUTH_USERNAME': 'root',
     'ETCD_AUTH_PASSWORD': 'secret',
     'ETCD_AUTH_CA': '/ca.pem',
+    'VLLM_API_KEY': 'secret',
     'DYN_SYSTEM_PORT': '9090',
     'DYN_SYSTEM_HOST': '0.0.0.0',
     'DYN_SYSTEM_USE_ENDPOINT_HEALTH_STATUS': '["nothing"]',
@@ -453,7 +454,14 @@ def test_a_native_server_meets_no_port_of_another_process() -> None:
         directory=DIRECTORY,
     )
     assert command.env.items() >= (HARMLESS | OVERRIDDEN).items()
-    for name in ('VLLM_PORT', 'VLLM_DP_MASTER_PORT', 'MASTER_PORT', 'RANK', 'WORLD_SIZE'):
+    for name in (
+        'VLLM_PORT',
+        'VLLM_DP_MASTER_PORT',
+        'MASTER_PORT',
+        'RANK',
+        'WORLD_SIZE',
+        'VLLM_API_KEY',
+    ):
         assert name not in command.env
 
 
