@@ -75,6 +75,7 @@ class Place:
         self._make = make
         self._lock = threading.RLock()  # re-entrant: a garbage collection may leave
         self._looking = threading.Lock()
+        self._failure: Exception | None = None  # of the last start after the first
         self._left = threading.Event()
         self._process = os.getpid()
         self._access = access = _find(make)
@@ -124,14 +125,22 @@ class Place:
         access.leave()
 
     def _find_again(self, lost: Access) -> None:
+        failure = self._failure
         with self._looking:
             if self._access is not lost or self._left.is_set():
                 return  # another thread has found it
+            if self._failure is not None and self._failure is not failure:
+                raise self._failure  # another thread has tried it while this one waited
             lost.leave()
-            access = _find(self._make)
+            try:
+                access = _find(self._make)
+            except Exception as error:
+                self._failure = error
+                raise
             with self._lock:
                 if not self._left.is_set():
                     self._access = access
+                    self._process = os.getpid()  # a fork may have found it for itself
                     return
         access.leave()  # closed meanwhile
 

@@ -11,11 +11,13 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import apache_beam as beam
 import pytest
@@ -439,6 +441,38 @@ def test_steps_with_other_settings_on_the_same_gpus_are_refused_with_both_named(
     assert "GPU 1 is in use by model 'this' (Dynamo, 2 engines, kv) of this process" in said
     assert "model 'that' (Dynamo, 1 engine, kv) needs it" in said
     assert 'gpu_devices' in said
+
+
+def test_a_start_that_fails_after_the_first_does_so_once_for_all_who_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = types.SimpleNamespace(
+        window=1, kv_caches=1, endpoint=Mock(side_effect=LineLostError), leave=Mock()
+    )
+    monkeypatch.setattr(_sharing, '_find', Mock(return_value=ended))
+    place = _sharing.Place(Mock())
+    begun, gate = threading.Event(), threading.Event()
+
+    def fail(_: object) -> None:
+        begun.set()
+        gate.wait(20)
+        raise StartError('a bad flag')
+
+    find = Mock(side_effect=fail)
+    monkeypatch.setattr(_sharing, '_find', find)
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(place.endpoint) for _ in range(3)]
+        begun.wait(20)
+        wait_until('all have asked', lambda: ended.endpoint.call_count == 3)
+        time.sleep(0.1)  # to the lock, where nothing can be seen of them
+        gate.set()
+        for endpoint in asked:
+            with pytest.raises(StartError, match='a bad flag'):
+                endpoint.result(20)
+    assert find.call_count == 1
+    with pytest.raises(StartError, match='a bad flag'):
+        place.endpoint()
+    assert find.call_count == 2  # who asks later has it tried again
 
 
 def test_one_that_cannot_be_reached_is_waited_for_with_an_end(
