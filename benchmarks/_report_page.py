@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -123,13 +124,14 @@ def _times(cohort: Report, report: Report) -> Table:
         return [_mean((found or {}).get(p), lambda ms: f'{ms:,.0f}') for p in percentiles]
 
     return Table(
-        ['arm', 'latency, ms: p50', 'p90', 'p99', 'TTFT, ms: p50', 'p90', 'p99', 'engines'],
+        ['arm', 'latency, ms: p50', 'p90', 'p99', 'TTFT, ms: p50', 'p90', 'p99', 'engines, %'],
         [
             [
                 _name(name, report),
                 *times(arm['latency_ms']),
                 *times(arm['ttft_ms']),
-                ' '.join(_percent(share) for share in arm['engine_shares'] or ()) or _NONE,
+                ' '.join(f'{share * _PERCENT:.1f}' for share in arm['engine_shares'] or ())
+                or _NONE,
             ]
             for name, arm in cohort['arms'].items()
         ],
@@ -147,8 +149,8 @@ def _cost(report: Report) -> list[Block]:
         [
             f'{cohort["cohort"]}: {_name(name, report)}'
             + (f', failed: {_failed(arm)}' if arm['failed'] else ''),
-            _interval(arm['cost']['per_million_prompts']),
-            _interval(arm['cost']['per_million_output_tokens']),
+            _price(arm['cost']['per_million_prompts']),
+            _price(arm['cost']['per_million_output_tokens']),
         ]
         for cohort in report['cohorts']
         for name, arm in cohort['arms'].items()
@@ -213,12 +215,20 @@ def _with_reach(estimate: Report | None) -> str:
     return f'{estimate["mean"]:,.1f} ± {(estimate["high"] - estimate["low"]) / 2:,.1f}'
 
 
-def _interval(estimate: Report | None) -> str:
+def _interval(estimate: Report | None, decimals: int = 2) -> str:
     if estimate is None:
         return _NONE
+    shown = f'{estimate["mean"]:,.{decimals}f}'
     if estimate['low'] is None:
-        return f'{estimate["mean"]:,.2f}'
-    return f'{estimate["mean"]:,.2f} ({estimate["low"]:,.2f} to {estimate["high"]:,.2f})'
+        return shown
+    return f'{shown} ({estimate["low"]:,.{decimals}f} to {estimate["high"]:,.{decimals}f})'
+
+
+def _price(estimate: Report | None) -> str:
+    """With three digits at least, for what is cheap must not look free."""
+    if estimate is None:
+        return _NONE
+    return _interval(estimate, max(2, 2 - math.floor(math.log10(estimate['mean']))))
 
 
 def _shown(value: object) -> str:

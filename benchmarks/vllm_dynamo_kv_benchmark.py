@@ -30,6 +30,7 @@ import importlib.metadata
 import json
 import logging
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -238,7 +239,13 @@ def share(text: str) -> float:
 
 def words(text: str) -> tuple[str, ...]:
     """Words with commas between them, in small letters."""
-    return tuple(word for word in text.lower().split(',') if word)
+    found = tuple(filter(None, (word.strip() for word in text.lower().split(','))))
+    for word in found:
+        if not re.fullmatch(r'\w+', word):
+            raise argparse.ArgumentTypeError(
+                f'{word!r} is not one word of letters and digits, such as an answer begins with'
+            )
+    return found
 
 
 if __name__ == '__main__':

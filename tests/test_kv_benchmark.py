@@ -263,6 +263,10 @@ def test_an_answer_parses_if_its_first_word_is_a_label(text: str, parses: bool) 
     assert answers_with(text, LABELS) is parses
 
 
+def test_labels_may_have_spaces_around_them() -> None:
+    assert vllm_dynamo_kv_benchmark.words(' Yes, no ,') == ('yes', 'no')
+
+
 def test_the_rate_counts_answers_alone_and_no_start() -> None:
     found = vllm_dynamo_kv_benchmark.rates(
         {
@@ -358,6 +362,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (('--num_gpus', '0'), '0 is too small; it must be 1 or more'),
         (('--gpu_memory_utilization', '90'), '90 is no share'),
         (('--temperature', '-1'), '-1 does not work; it must be 0 or more'),
+        (('--labels', 'yes,not sure'), "'not sure' is not one word"),
         (('--max_tokens', 'many'), "invalid positive value: 'many'"),
     ],
 )

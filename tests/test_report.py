@@ -261,6 +261,12 @@ def test_cost_is_the_price_over_what_is_done_in_an_hour() -> None:
     assert dearer['cost']['per_million_prompts']['high'] > 10
 
 
+def test_what_is_cheap_is_not_said_to_be_free() -> None:
+    found = report(runs('dynamo-rr', '95', [100, 100]), price_per_hour=0.02)
+    text = _document.to_markdown(_report_page.page(found))
+    assert '0.0556 (0.0556 to 0.0556) | 0.00347 (0.00347 to 0.00347)' in text
+
+
 def test_without_a_price_there_is_no_cost() -> None:
     found = report(runs('dynamo-rr', '95', [100, 100]), price_per_hour=None)
     cost = found['cohorts'][0]['arms']['dynamo-rr']['cost']
