@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import tempfile
 import threading
@@ -74,6 +75,8 @@ def test_a_process_that_nobody_is_the_parent_of_is_found_by_its_directory() -> N
     directory = tempfile.gettempdir()
     assert processes_with(directory) == []
     # The shell ends at once, and what it has started lives on.
-    subprocess.run('sleep 0.5 & ', shell=True, check=True)
-    assert processes_with(directory) == ['sleep 0.5 ']
+    command = ('sh', '-c', 'sleep 60 >/dev/null 2>&1 & echo $!')
+    orphan = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    wait_until('it is found', lambda: processes_with(directory) == ['sleep 60 '])
+    os.kill(orphan, signal.SIGKILL)
     wait_until('it has ended', lambda: not processes_with(directory))

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import re
+import sys
 import threading
 import time
 from collections import Counter
@@ -22,6 +23,8 @@ PATIENCE_S = 5.0
 # What the names of our threads have in common; Beam's own outlive its pipelines.
 _OURS = re.compile(r'supervisor|probe|reader|vllm-dynamo|injector')
 
+_NOT_OURS = ('socket:', 'anon_inode:', os.path.realpath(sys.prefix))
+
 
 @dataclasses.dataclass(frozen=True)
 class Footprint:
@@ -30,8 +33,8 @@ class Footprint:
     Attributes:
       children: Its direct children, those that have ended and were not waited for included.
       threads: The names of our threads, and how many there are of each.
-      descriptors: Which files and pipes are open. Sockets and what waits for them are left to
-        the tests of our own: Beam has no way to close those of its proxies and of gRPC.
+      descriptors: Which files and pipes are open. Not sockets and what waits for them, which
+        Beam has no way to close for its proxies and gRPC, and not the files of libraries.
     """
 
     children: frozenset[int]
@@ -56,7 +59,7 @@ def footprint() -> Footprint:
         descriptors=Counter(
             re.sub(r':\[\d+\]$', '', leads_to)
             for leads_to in fds_of().values()
-            if not leads_to.startswith(('socket:', 'anon_inode:'))
+            if not leads_to.startswith(_NOT_OURS)
         ),
     )
 
