@@ -101,12 +101,22 @@ def make_settings(options: argparse.Namespace) -> Settings:
     if options.max_num_seqs is None:
         options.max_num_seqs = preset.max_num_seqs
     if options.kv_cache_tokens is None and options.engine != 'vllm' and options.input is None:
-        block = BLOCK_TOKENS[options.engine]
-        blocks = options.num_families * options.prefix_tokens / WORKING_SET_IN_CACHES / block
-        options.kv_cache_tokens = round(blocks) * block
+        options.kv_cache_tokens = _kv_cache_tokens(options)
     if options.labels is None:
         options.labels = LABELS if options.input is None else ()
     return Settings(**{f.name: getattr(options, f.name) for f in dataclasses.fields(Settings)})
+
+
+def _kv_cache_tokens(options: argparse.Namespace) -> int:
+    """How large a cache is that holds some of the documents and not all."""
+    if options.num_families < WORKING_SET_IN_CACHES:
+        raise ValueError(
+            f'--num_families is {options.num_families}, and a cache that is smaller than its '
+            'document could hold no prompt; give 2 or more, or --kv_cache_tokens.'
+        )
+    block = BLOCK_TOKENS[options.engine]
+    tokens: float = options.num_families * options.prefix_tokens / WORKING_SET_IN_CACHES
+    return round(tokens / block) * block
 
 
 def find_cohorts(options: argparse.Namespace, settings: Settings) -> list[Parameters] | list[str]:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -150,7 +151,7 @@ def run_arm(run: Run, conditions: Conditions) -> RunFigures:
     with log.open('wb') as file:
         process = subprocess.Popen(
             command(run, conditions, output),
-            cwd=ROOT,
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -210,6 +211,12 @@ def read_output(output: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def file_name(name: str) -> str:
     """A name of a cohort, fit for the name of a file."""
     return re.sub(r'[^\w.+-]', '_', name)[:60]
+
+
+def _environment() -> dict[str, str]:
+    """That of this process, with the benchmarks to be found from any directory."""
+    paths = [str(ROOT), os.environ.get('PYTHONPATH')]
+    return {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

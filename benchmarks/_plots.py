@@ -78,17 +78,15 @@ def latency(report: Report) -> Figure | None:
     figure, all_axes = _figures(report)
     for axes, cohort in zip(all_axes, report['cohorts'], strict=True):
         for arm, color in _colors(report).items():
-            label: str | None = _label(arm, report)
             for run in cohort['arms'][arm]['runs']:
                 if run['latency_ms']:
                     seconds = [ms / 1000 for ms in run['latency_ms']]
                     shares = [percent / 100 for percent in QUANTILES]
-                    axes.plot(seconds, shares, color=color, linewidth=1, label=label)
-                    label = None
+                    axes.plot(seconds, shares, color=color, linewidth=1)
         axes.set_xlabel('seconds')
         axes.set_xlim(left=0)
     all_axes[0].set_ylabel('share of requests at most so long')
-    all_axes[0].legend(frameon=False, fontsize='small')
+    all_axes[0].legend(handles=_arms(report), frameon=False, fontsize='small')
     return figure
 
 
@@ -169,7 +167,7 @@ def _finished(figure: Figure, axes: Axes, report: Report, *more: Artist) -> Figu
     """With the names of cohorts and arms."""
     axes.set_xticks(range(len(report['cohorts'])), [_title(c) for c in report['cohorts']])
     axes.grid(visible=False, axis='x')
-    arms = [Patch(color=c, label=_label(arm, report)) for arm, c in _colors(report).items()]
+    arms = _arms(report)
     if any(_hatch(arm) for cohort in report['cohorts'] for arm in cohort['arms'].values()):
         label = 'left prompts without an answer'
         arms.append(Patch(facecolor='white', edgecolor='black', hatch=_FAILED, label=label))
@@ -181,6 +179,11 @@ def _finished(figure: Figure, axes: Axes, report: Report, *more: Artist) -> Figu
 
 def _title(cohort: Report) -> str:
     return f'cohort {cohort["cohort"]}'
+
+
+def _arms(report: Report) -> list[Patch]:
+    """What a legend says of the arms."""
+    return [Patch(color=c, label=_label(arm, report)) for arm, c in _colors(report).items()]
 
 
 def _hatch(arm: Report) -> str | None:

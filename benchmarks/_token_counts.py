@@ -83,7 +83,11 @@ def token_counter(model: str | None, revision: str | None = None) -> TokenCounte
 
 @functools.lru_cache(maxsize=1)
 def _load(path: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(path))
+    tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+    # The file may ask for both, which engines do not do.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _tokenizer_file(model: str, revision: str | None) -> Path | None:

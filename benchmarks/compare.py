@@ -19,6 +19,7 @@ vLLM logs it at its start, and the report says how large the documents are.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime as dt
 import functools
@@ -27,11 +28,12 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +81,9 @@ def main(arguments: Sequence[str] | None = None, runner: Runner = run_arm) -> in
         parser.error(str(error))
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
     try:
-        made = _make_data(options, settings, cohorts)
-        runs = _run_all(options, settings, made, runner, console)
+        with _interrupted_by_sigterm():
+            made = _make_data(options, settings, cohorts)
+            runs = _run_all(options, settings, made, runner, console)
     except (RunFailedError, OSError, ValueError) as error:
         say(f'compare: {error}\ncompare: no report was written')
         return 2
@@ -123,6 +126,16 @@ def write_reports(report: Mapping[str, Any], directory: Path) -> None:
             (Path(scratch) / name).write_text(text, encoding='utf-8')
         for name in texts:
             (Path(scratch) / name).replace(directory / name)
+
+
+@contextlib.contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    """Makes SIGTERM an interruption as Ctrl-C is, so that no run outlives the comparison."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _check_directory(directory: Path, pattern: str | None) -> None:

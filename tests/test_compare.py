@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -197,14 +200,21 @@ def test_a_run_that_fails_ends_it_without_a_report(
     assert {p.name for p in tmp_path.iterdir()} == {'data', 'runs'}
 
 
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGTERM])
 def test_an_interruption_is_no_traceback_and_no_report(
-    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
     def interrupted(*_: object) -> RunFigures:
-        raise KeyboardInterrupt
+        assert signal.getsignal(number) is not signal.SIG_DFL  # which would end the tests
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+        raise AssertionError
 
     assert compare.main([*SMALL, '--out', str(tmp_path), '--cohorts', '95'], interrupted) == 130
     assert 'interrupted; no report was written' in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGTERM) is before
     assert {p.name for p in tmp_path.iterdir()} == {'data', 'runs'}
 
 
@@ -220,6 +230,7 @@ def test_an_interruption_is_no_traceback_and_no_report(
         (('--cohorts', '120'), '--reuse_fraction is 1.2; it must be a number from 0 to 1'),
         (('--repeats', '0'), '0 is too small'),
         (('--prefix_tokens', '10'), '--prefix_tokens is 10, but the instruction alone has'),
+        (('--num_families', '1'), '--num_families is 1, and a cache that is smaller'),
         (('--price_per_hour', '0'), '0 does not work; it must be above 0'),
         (('--engine', 'vllm'), '--engine vllm needs a --model'),
         (('--input', '/no/such.jsonl'), 'there is no file /no/such.jsonl'),
@@ -325,8 +336,12 @@ def alone(tmp_path: pathlib.Path, timeout_s: float, **fields: Any) -> tuple[Run,
 
 
 @pytest.mark.usefixtures('tree')
-def test_the_end_of_the_log_of_a_run_that_failed_is_shown(tmp_path: pathlib.Path) -> None:
-    asked, conditions = alone(tmp_path, 60, model='/no/such/model')
+def test_the_end_of_the_log_of_a_run_that_failed_is_shown(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where paths are those from another directory than the benchmarks'."""
+    monkeypatch.chdir(tmp_path)
+    asked, conditions = alone(pathlib.Path(), 60, model='/no/such/model')
     with pytest.raises(RunFailedError, match='ended with exit status 1') as failed:
         run_arm(asked, conditions)
     assert 'p-dynamo-rr-1.log' in str(failed.value)

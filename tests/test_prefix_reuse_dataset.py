@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 
 from benchmarks import _document_text, prefix_reuse_dataset
 from benchmarks._reuse_ceiling import ReuseCounter
@@ -136,6 +137,20 @@ def test_the_models_own_tokenizer_measures_the_prefixes(
         by_family.setdefault(line['family'], []).append(found)
     for several in by_family.values():
         assert len({tuple(found[:length]) for found in several}) == 1
+
+
+def test_what_a_tokenizers_file_cuts_off_is_counted_as_engines_see_it(
+    tmp_path: pathlib.Path,
+) -> None:
+    tokenizer = Tokenizer.from_file(f'{MODEL}/tokenizer.json')
+    text = 'a harbor map ' * 20
+    whole = tokenizer.encode(text).ids
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding()
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    found = token_counter(str(tmp_path)).tokens([text, 'a'])
+    assert found[0] == whole
+    assert len(found[1]) == 1
 
 
 @pytest.mark.parametrize('model', [None, 'nobody/has-this-model', '/no/such/directory', 'a b'])

@@ -352,6 +352,16 @@ def test_markup_in_names_stays_text(tmp_path: pathlib.Path) -> None:
     assert '<b>' not in (tmp_path / 'report.html').read_text()
 
 
+def test_an_arm_without_answers_in_the_first_cohort_is_in_the_legend_of_latencies() -> None:
+    found = report([
+        *runs('dynamo-rr', '0', [100]),
+        run('dynamo-kv', '0', 1, None, failed=100, latency_ms=()),
+        *runs('dynamo-rr', '95', [100]),
+        *runs('dynamo-kv', '95', [100]),
+    ])  # fmt: skip
+    assert 'dynamo-kv' in _plots.draw(found)['latency']
+
+
 # What a browser makes of it.
 
 CHROMIUM_FLAGS = (
