@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import importlib.metadata
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,6 +24,8 @@ _SET_BY_LIBRARIES = frozenset({
     'TRITON_CACHE_AUTOTUNING', 'TRITON_CACHE_DIR', 'TRITON_LIBDEVICE_PATH', 'TRITON_PTXAS_PATH',
     'VLLM_WORKER_MULTIPROC_METHOD',
 })  # fmt: skip
+# The last speaks with itself in other processes.
+_PACKAGES = ('vllm', 'torch', 'transformers', 'ai-dynamo', 'apache-beam-vllm-dynamo')
 DIGITS = 16  # of 64: no two of the few servers of a machine have these in common
 
 
@@ -28,6 +33,23 @@ def identity_of(*settings: object) -> str:
     """A name for these settings that is fit for a file and says nothing of their values."""
     text = json.dumps(_plain(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+@functools.cache
+def installation() -> tuple[object, ...]:
+    """What servers would be made of: the interpreter, and the packages that matter by version.
+
+    Not by their place: Beam's containers make an environment for each SDK process of a worker pool,
+    all alike and each in a directory of its own.
+    """
+    return sys.base_prefix, sys.version, *((name, _version(name)) for name in _PACKAGES)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def settings_of(env: Mapping[str, str]) -> dict[str, str]:

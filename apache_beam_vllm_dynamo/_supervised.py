@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
-from apache_beam_vllm_dynamo._identity import identity_of, settings_of
+from apache_beam_vllm_dynamo._identity import identity_of, installation, settings_of
 from apache_beam_vllm_dynamo._marker import kill_orphans
 from apache_beam_vllm_dynamo._private_directory import PrivateDirectory
 from apache_beam_vllm_dynamo._process import stop_all
@@ -61,7 +60,7 @@ class SupervisedRuntime(abc.ABC):
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._identity = identity_of(
-            type(self).__name__, sys.executable, chat_template, settings_of(env), *settings
+            type(self).__name__, installation(), chat_template, settings_of(env), *settings
         )
         self._description = description
         self._locks = DeviceLocks(self, claims)

@@ -36,6 +36,7 @@ from apache_beam_vllm_dynamo import (
 )
 from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
 from apache_beam_vllm_dynamo._door import Caller, Door, LineLostError
+from apache_beam_vllm_dynamo._identity import installation
 from apache_beam_vllm_dynamo._lock_files import lock_directory, read_note
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
 from apache_beam_vllm_dynamo._service import RESTART_POLICY
@@ -182,6 +183,10 @@ def test_identities_are_equal_exactly_where_the_settings_are(
     assert identity(config(), env_vars={'WORKER_ID': '7'}) == one
     monkeypatch.setenv('TRITON_CACHE_AUTOTUNING', '1')  # as an import of vLLM does
     assert identity(config()) == one
+    monkeypatch.setattr(sys, 'executable', '/opt/apache/beam-venv/beam-venv-worker-2/bin/python')
+    monkeypatch.setattr(sys, 'prefix', '/opt/apache/beam-venv/beam-venv-worker-2')
+    installation.cache_clear()
+    assert identity(config()) == one
     others = [
         identity(config(3)),
         identity(config(router_mode='round-robin')),
@@ -190,6 +195,10 @@ def test_identities_are_equal_exactly_where_the_settings_are(
         identity(config(), env_vars={'TRITON_CACHE_AUTOTUNING': '0'}),
     ]
     assert len({one, *others}) == 6
+    monkeypatch.setattr('importlib.metadata.version', lambda _: '0')
+    installation.cache_clear()
+    assert identity(config()) != one
+    installation.cache_clear()
 
 
 def test_processes_share_one_server_and_it_lives_as_long_as_any_of_them_uses_it(
