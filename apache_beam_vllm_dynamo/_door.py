@@ -52,7 +52,7 @@ class Door:
         self._welcome = welcome
         self._name = name
         self.address = f'\0vllm-dynamo-{os.getpid()}-{secrets.token_hex(8)}'
-        self._lines_lock = threading.Lock()
+        self._lines_lock = threading.RLock()  # re-entrant: a garbage collection may close it
         self._lines: set[_Line] | None = set()
         self._socket = socket.socket(socket.AF_UNIX)
         # A fork that kept it would have others wait for an owner that is gone.

@@ -585,6 +585,17 @@ def test_a_lack_of_descriptors_does_not_close_a_door(door: Door) -> None:
     second.close()
 
 
+def test_a_door_may_be_closed_by_a_garbage_collection_at_any_moment(door: Door) -> None:
+    def collect() -> None:
+        with door._lines_lock:
+            door.close()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
 def test_another_users_process_is_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller(door.address)
     monkeypatch.setattr(os, 'getuid', lambda: -2)
