@@ -17,7 +17,9 @@ _PERCENT = 100
 HOW_TO_READ = (
     'Prompts a second are the prompts answered over the time from the first answer to the last, as '
     'the metric inference_wall_clock_ms has it: no start of machines, servers or models is in it, '
-    'and a prompt without an answer does not count. Behind ± is half of the 95 % interval of the '
+    'and a prompt without an answer does not count. What is done before the first answer is not '
+    'in it either, so that short runs look somewhat faster than long ones; it meets all arms. '
+    'Prompts are sent as they came, but by the arms that put them in order. Behind ± is half of the 95 % interval of the '
     "mean (Student's t over the repeats); ratios compare runs of the same repeat. Each run began "
     'with empty caches.'
 )

@@ -311,6 +311,7 @@ def test_every_page_says_what_is_simulated_and_what_stands_in_for_what(
         assert 'Choose dynamo-kv for cohort 95' in text
         assert 'is within noise' in text
         assert 'inference_wall_clock_ms' in text
+        assert 'short runs look somewhat faster than long ones' in text
 
 
 def test_failures_stand_beside_the_speed() -> None:
