@@ -19,9 +19,9 @@ HOW_TO_READ = (
     'the metric inference_wall_clock_ms has it: no start of machines, servers or models is in it, '
     'and a prompt without an answer does not count. What is done before the first answer is not '
     'in it either, so that short runs look somewhat faster than long ones; it meets all arms. '
-    'Prompts are sent as they came, but by the arms that put them in order. Behind ± is half of the 95 % interval of the '
-    "mean (Student's t over the repeats); ratios compare runs of the same repeat. Each run began "
-    'with empty caches.'
+    'Prompts are sent as they came, but by the arms that put them in order. Behind ± is half '
+    "of the 95 % interval of the mean (Student's t over the repeats); ratios compare runs of the "
+    'same repeat. Each run began with empty caches.'
 )
 CEILING = (
     "The ceiling of the cached share is what one cache without end would save of the prompts' "
