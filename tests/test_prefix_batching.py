@@ -37,7 +37,7 @@ from tests.support.prefix_pipelines import (
     run,
     siblings,
 )
-from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
+from tests.support.stacks import MODEL, simulated
 
 THREADS = PipelineOptions(
     ['--runner=FnApiRunner', '--direct_running_mode=multi_threading', '--direct_num_workers=4']
@@ -263,17 +263,11 @@ def test_much_is_not_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(batching.finish_bundle()) == []
 
 
-@pytest.fixture(scope='module')
-def _servers() -> Iterator[None]:
-    with nothing_left_on_this_machine():
-        yield
-
-
 def completions() -> VLLMCompletionsModelHandler:
     return VLLMCompletionsModelHandler(MODEL, use_dynamo=True, dynamo_runtime_config=simulated(1))
 
 
-@pytest.mark.usefixtures('_servers')
+@pytest.mark.usefixtures('nothing_left')
 def test_handlers_take_the_batches_and_their_results_are_all_there() -> None:
     prompts = siblings(2)
     pairs = list(enumerate(prompts))
