@@ -17,7 +17,25 @@ COUNTS_EVERY_S = 1.0
 ENGINE_REQUESTS = 'requests_of_engine_'
 
 
-class Runtime(Protocol):
+class Serving(Protocol):
+    """Servers, as those see them who use them."""
+
+    @property
+    def window(self) -> int:
+        """How many requests are worth having in flight."""
+
+    @property
+    def kv_caches(self) -> int:
+        """How many KV caches there are: one for each engine, or rank of one."""
+
+    def endpoint(self) -> str:
+        """Where requests go, without a path; raises once there is no server any more."""
+
+    def statuses(self) -> tuple[ChildStatus, ...]:
+        """What is known of each process."""
+
+
+class Runtime(Serving, Protocol):
     """What runs the server or servers."""
 
     @property
@@ -29,14 +47,6 @@ class Runtime(Protocol):
         """What it is, for messages."""
 
     @property
-    def window(self) -> int:
-        """How many requests are worth having in flight."""
-
-    @property
-    def kv_caches(self) -> int:
-        """How many KV caches there are: one for each engine, or rank of one."""
-
-    @property
     def failure(self) -> RuntimeFailedError | None:
         """Why it was given up, if it was."""
 
@@ -46,12 +56,6 @@ class Runtime(Protocol):
         Args:
           hold_fds: Descriptors that stay open until its last process is gone.
         """
-
-    def endpoint(self) -> str:
-        """Where requests go, without a path; raises once there is no server any more."""
-
-    def statuses(self) -> tuple[ChildStatus, ...]:
-        """What is known of each process."""
 
     def counts(self) -> Mapping[str, int]:
         """What the servers have counted since they started, by the name of a metric.

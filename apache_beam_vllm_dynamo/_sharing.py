@@ -23,7 +23,7 @@ from typing import Protocol
 from apache_beam_vllm_dynamo._door import Caller, Door, LineLostError
 from apache_beam_vllm_dynamo._lock_files import LockFile, lock_directory, owner_of, read_note
 from apache_beam_vllm_dynamo._restart import ChildStatus
-from apache_beam_vllm_dynamo._runtime import Events, Runtime
+from apache_beam_vllm_dynamo._runtime import Events, Runtime, Serving
 from apache_beam_vllm_dynamo.errors import DevicesBusyError, RuntimeFailedError
 
 _LOGGER = logging.getLogger(__name__)
@@ -37,25 +37,14 @@ STARTING_ANSWER_S = 10.0
 STARTING = 'starting'
 
 
-class Access(Protocol):
-    """A place among those who use a runtime."""
+class Access(Serving, Protocol):
+    """A place among those who use a runtime.
 
-    @property
-    def window(self) -> int:
-        """See ``Runtime``."""
-
-    @property
-    def kv_caches(self) -> int:
-        """See ``Runtime``."""
-
-    def endpoint(self) -> str:
-        """See ``Runtime``; raises ``LineLostError`` when the process that runs it is gone."""
-
-    def statuses(self) -> tuple[ChildStatus, ...]:
-        """See ``Runtime``; raises the same."""
+    What asks raises ``LineLostError`` when the process that runs it is gone.
+    """
 
     def take_events(self) -> dict[str, int]:
-        """See ``Events``; raises the same."""
+        """See ``Events``."""
 
     def leave(self) -> None:
         """Gives the place up; the last one ends the runtime."""

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,7 +25,7 @@ from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks, gpu_claims
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._lock_files import lock_directory
 from apache_beam_vllm_dynamo._placement import Topology
-from tests.support.processes import ROOT, WITHOUT_BEAM, fds_of, wait_until
+from tests.support.processes import ROOT, WITHOUT_BEAM, ends_under, fds_of, wait_until
 from tests.support.stacks import MODEL, nothing_left_on_this_machine, simulated
 
 HOLDS = f"""{WITHOUT_BEAM}
@@ -89,15 +88,7 @@ def another_process(*devices: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_stack_may_end_by_a_garbage_collection_at_any_moment() -> None:
     locks = DeviceLocks(Holder(), [claim('0')])
     locks.acquire(5)
-
-    def collect() -> None:
-        with _device_lock._here_lock:
-            locks.release()
-
-    thread = threading.Thread(target=collect, daemon=True)
-    thread.start()
-    thread.join(5)
-    assert not thread.is_alive()
+    assert ends_under(_device_lock._here_lock, locks.release)
 
 
 def test_a_start_waits_for_another_process_and_says_for_whom(

@@ -41,7 +41,7 @@ from apache_beam_vllm_dynamo._lock_files import lock_directory, read_note
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
 from apache_beam_vllm_dynamo._service import RESTART_POLICY
 from tests.support.pipelines import IN_PROCESS, collect, collected
-from tests.support.processes import ROOT, ProcessTree, fds_of, runs, wait_until
+from tests.support.processes import ROOT, ProcessTree, ends_under, fds_of, runs, wait_until
 from tests.support.stacks import FAKE_MODULES, MODEL, directories
 
 pytestmark = pytest.mark.usefixtures('nothing_left')
@@ -586,14 +586,7 @@ def test_a_lack_of_descriptors_does_not_close_a_door(door: Door) -> None:
 
 
 def test_a_door_may_be_closed_by_a_garbage_collection_at_any_moment(door: Door) -> None:
-    def collect() -> None:
-        with door._lines_lock:
-            door.close()
-
-    thread = threading.Thread(target=collect, daemon=True)
-    thread.start()
-    thread.join(5)
-    assert not thread.is_alive()
+    assert ends_under(door._lines_lock, door.close)
 
 
 def test_another_users_process_is_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,3 +199,16 @@ def _stat(pid: int) -> list[str] | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return stat.rpartition(')')[2].split()
+
+
+def ends_under(lock: contextlib.AbstractContextManager[object], does: Callable[[], object]) -> bool:
+    """Whether ``does`` returns on a thread that holds ``lock``, as a garbage collection may."""
+
+    def collect() -> None:
+        with lock:
+            does()
+
+    thread = threading.Thread(target=collect, daemon=True)
+    thread.start()
+    thread.join(5)
+    return not thread.is_alive()
