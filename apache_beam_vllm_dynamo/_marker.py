@@ -117,6 +117,12 @@ def cpu_ticks(pid: int) -> int | None:
     return int(fields[11]) + int(fields[12]) if fields is not None else None
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; a debugger that holds one does not count."""
+    fields = _stat(pid)
+    return fields is not None and fields[0] == b'T'
+
+
 def exists(pid: int, ticks: int | None = None) -> bool:
     """Whether there is a process of that id that is not only waiting to be collected.
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
 from apache_beam_vllm_dynamo._diagnosis import UNKNOWN, Diagnosis, diagnose
-from apache_beam_vllm_dynamo._marker import cpu_ticks
+from apache_beam_vllm_dynamo._marker import cpu_ticks, is_stopped
 from apache_beam_vllm_dynamo._process import ChildSpec, ManagedProcess
 from apache_beam_vllm_dynamo._restart import (
     ChildState,
@@ -36,8 +36,11 @@ LIVENESS_TIMEOUT_S = 2.0
 # Together 10 s: a hung engine delays its requests by that, and a server starved of CPU for shorter
 # must not lose its cache and its requests for it.
 SILENT_PROBES = 5
-# One that has used no CPU time at all meanwhile is not starved: it is stopped or in a deadlock.
+# One that has used no CPU time at all meanwhile is not starved: it is in a deadlock.
 SILENT_PROBES_OF_FROZEN = 2
+# One that a signal has stopped will not answer, which needs no probe to be known; who is stopped to
+# be looked at, and goes on at once, is left alone.
+STOPPED_BOUND_S = 0.4
 ADDRESS_TAKEN = 'address in use'
 UNWELL_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
 # What KILL does not end hangs in a driver, which either comes back within seconds or not at all.
@@ -126,6 +129,7 @@ class Service:
         one was taken by others. Without it each start is like the first.
       clock: Seconds that only ever grow.
       cpu_time: How much CPU time a process has used, in any unit; ``None`` if it has ended.
+      stopped: Whether a process is stopped by a signal.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class Service:
         renew: Callable[[bool], ServiceSpec] | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_time: Callable[[int], int | None] = cpu_ticks,
+        stopped: Callable[[int], bool] = is_stopped,
     ) -> None:
         self.spec = spec
         self._renew = renew
@@ -146,6 +151,8 @@ class Service:
         self._clock = clock
         self._cpu_time = cpu_time
         self._cpu_time_before: int | None = None
+        self._stopped = stopped
+        self._stopped_since: float | None = None
         self._tracker = RestartTracker(spec.restart_policy, clock)
         self._restart_at = 0.0
         self._lingers_since: float | None = None
@@ -180,6 +187,7 @@ class Service:
         self.process = ManagedProcess(child)
         self._started_at = self._clock()
         self._silent_probes = 0
+        self._stopped_since = None
         self._probing = None
         _LOGGER.debug('starting %s: %s', spec.label, spec.argv)
         self.process.start(self._hold_fds)
@@ -244,6 +252,8 @@ class Service:
             exit_status = self.process.poll() if self.process is not None else None
             if exit_status is not None:
                 self._failed(f'ended: {exit_status}', starting=state is ChildState.STARTING)
+            elif self._stopped_for_s() > STOPPED_BOUND_S:
+                self._kill_hung('is stopped by a signal')
             else:
                 self._look_at_probe(probes)
 
@@ -335,6 +345,16 @@ class Service:
     def _cpu_time_used(self) -> int | None:
         pid = self.process.pid if self.process is not None else None
         return self._cpu_time(pid) if pid is not None else None
+
+    def _stopped_for_s(self) -> float:
+        pid = self.process.pid if self.process is not None else None
+        if pid is None or not self._stopped(pid):
+            self._stopped_since = None
+            return 0.0
+        now = self._clock()
+        if self._stopped_since is None:
+            self._stopped_since = now
+        return now - self._stopped_since
 
     def _look_at_start(self, found: Answer) -> None:
         if self._clock() - self._started_at > self.spec.start_bound_s:

@@ -11,8 +11,20 @@ from collections.abc import Iterator
 import pytest
 
 from apache_beam_vllm_dynamo import _marker
-from apache_beam_vllm_dynamo._marker import MARKER, kill_marked, kill_orphans, new_token
-from tests.support.processes import ROOT, ProcessTree, nothing_left_in_this_process, state_of
+from apache_beam_vllm_dynamo._marker import (
+    MARKER,
+    is_stopped,
+    kill_marked,
+    kill_orphans,
+    new_token,
+)
+from tests.support.processes import (
+    ROOT,
+    ProcessTree,
+    nothing_left_in_this_process,
+    state_of,
+    wait_until,
+)
 
 
 @pytest.fixture
@@ -91,6 +103,17 @@ def test_orphans_of_other_containers_are_left_alone(
     )
     assert kill_orphans() == ()
     assert end(foreign) == [-signal.SIGTERM]
+
+
+def test_a_process_that_a_signal_has_stopped_is_told_from_one_that_runs(tree: ProcessTree) -> None:
+    process = sleeper(tree, None)
+    assert not is_stopped(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    wait_until('it is stopped', lambda: is_stopped(process.pid), 10)
+    process.send_signal(signal.SIGCONT)
+    wait_until('it runs', lambda: not is_stopped(process.pid), 10)
+    end(process)
+    assert not is_stopped(process.pid)
 
 
 def test_what_cannot_be_killed_is_named_in_time(

@@ -18,6 +18,7 @@ from apache_beam_vllm_dynamo._service import (
     RESTART_POLICY,
     SILENT_PROBES,
     SILENT_PROBES_OF_FROZEN,
+    STOPPED_BOUND_S,
     UNWELL_BOUND_S,
     Service,
     ServiceSpec,
@@ -90,11 +91,13 @@ class World:
         self.now = 1000.0
         self.answer: Reply | None = WELL
         self.cpu_time = 0
+        self.stopped = False
         self.needed = Needed()
         self.moved: list[bool] = []
         self.service = Service(
-            self.spec(), [self.needed], (), self.renew, lambda: self.now, lambda _: self.cpu_time
-        )
+            self.spec(), [self.needed], (), self.renew,
+            lambda: self.now, lambda _: self.cpu_time, lambda _: self.stopped,
+        )  # fmt: skip
         self.probes = AtOnce(self)
         self.service.launch()
 
@@ -220,6 +223,24 @@ def test_one_that_uses_no_cpu_time_is_given_less(serving: World) -> None:
     serving.answer = SILENT
     took_s = serving.until('restarting')
     assert took_s == pytest.approx(SILENT_PROBES_OF_FROZEN * LIVENESS_TIMEOUT_S + 1, abs=1)
+
+
+def test_one_that_a_signal_has_stopped_is_replaced_without_a_probe(serving: World) -> None:
+    serving.stopped = True
+    assert serving.until('restarting') == pytest.approx(STOPPED_BOUND_S, abs=0.25)
+    assert 'stopped by a signal' in serving.process.killed
+    serving.stopped = False
+    serving.until('serving')
+    assert serving.service.status.restarts == 1
+
+
+def test_one_that_goes_on_at_once_was_only_looked_at(serving: World) -> None:
+    for _ in range(3):
+        serving.stopped = True
+        serving.pass_time(STOPPED_BOUND_S - 0.1)
+        serving.stopped = False
+        serving.pass_time(0.2)
+    assert serving.state == 'serving'
 
 
 def test_one_that_refuses_connections_is_given_as_much_time_as_a_silent_one(
