@@ -20,7 +20,7 @@ from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
-from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
+from apache_beam_vllm_dynamo._model_server import _VLLMModelServer, keep
 from apache_beam_vllm_dynamo._native_runtime import NativeVLLMRuntime
 from apache_beam_vllm_dynamo._preflight import template_for_prompts
 from apache_beam_vllm_dynamo._requests import (
@@ -123,6 +123,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         self._timeouts = timeouts
         # Beam would write them into the environment of the whole SDK process.
         self._server_env = _environment(options.pop('env_vars', None) or {})
+        self._collects_over_bundles = batching['max_batch_duration_secs'] is not None
         super().__init__(**self._with_batch_sizes(batching), **options)
         self._client: tuple[str, InferenceClient] | None = None
         self._recorded: _metrics.InferenceMetrics | None = None
@@ -137,14 +138,14 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """Starts the server on this worker, or shares one that runs.
 
         A server of the same model with the same settings is started once on a worker, whichever
-        step, reload or SDK process asks for it.
+        step, reload or SDK process asks for it, and runs until the last of these processes ends.
 
         Raises:
           ConfigurationError: Beam's model manager asks for it.
           StartError: It did not come up; the text holds the end of its log and what to do.
         """
         _check_no_model_manager()
-        return _VLLMModelServer(self._runtime)
+        return keep(_VLLMModelServer(self._runtime))
 
     def run_inference(
         self,
@@ -216,8 +217,18 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             )
 
     def share_model_across_processes(self) -> bool:
-        """Always: a worker has one set of GPUs, whatever its number of SDK processes."""
-        return True
+        """Whether Beam puts the model behind a proxy for all SDK processes.
+
+        They share one server in any case, by :meth:`load_model`. What Beam shares ends with the
+        process that has loaded it: the bundles of all others fail, and each next load tries for
+        seconds to reach the old address. Without it the others wait until one of them has started
+        the server again.
+
+        With ``max_batch_duration_secs`` it is left to Beam all the same. Of all objects that a
+        process has for itself Beam keeps only the last, which then would be the model, and not the
+        key by which batches are collected over bundles.
+        """
+        return self._collects_over_bundles
 
     # For the transforms of this package, which do without run_inference().
 

@@ -1,8 +1,9 @@
 """The model of Beam's contract: a running server, native or behind Dynamo, with one face.
 
-One object lives in one SDK process of a worker; the others hold a ``MultiProcessShared``
-proxy of it, through which only its public methods can be called, with values that pickle.
 Several of these objects, in one process or many, may stand for one server (``_sharing.py``).
+Where Beam itself puts one behind a ``MultiProcessShared`` proxy, as it does with the models of a
+``KeyedModelHandler`` that has several, only its public methods can be called, with values that
+pickle.
 """
 
 from __future__ import annotations
@@ -16,13 +17,21 @@ from apache_beam_vllm_dynamo._runtime import Runtime
 from apache_beam_vllm_dynamo._sharing import Place
 
 _running: weakref.WeakSet[_VLLMModelServer] = weakref.WeakSet()
+_kept: dict[str, _VLLMModelServer] = {}  # by identity
+
+
+def keep(server: _VLLMModelServer) -> _VLLMModelServer:
+    """Keeps a server until this process ends or closes it, and returns it.
+
+    A runner drops the stages that have had no work for a minute, and with them their models; the
+    next element would wait for minutes until the model is loaded again.
+    """
+    _kept[server.identity] = server  # one of them is enough, however often it is loaded
+    return server
 
 
 def close_all() -> None:
-    """Closes every model server of this process.
-
-    Beam keeps a shared model until its process ends, also when the pipeline is over.
-    """
+    """Closes every model server of this process, those that are kept too."""
     for server in tuple(_running):
         server.close()
 
@@ -45,6 +54,7 @@ class _VLLMModelServer:
         self._id = uuid.uuid4().hex
         self._place = Place(make)
         self._finalizer = weakref.finalize(self, self._place.leave)
+        self.identity = self._place.identity
         _running.add(self)
 
     def server_id(self) -> str:
@@ -84,4 +94,6 @@ class _VLLMModelServer:
 
     def close(self) -> None:
         """Gives the server up, and ends it if nobody else uses it; twice is no error."""
+        if _kept.get(self.identity) is self:
+            del _kept[self.identity]
         self._finalizer()

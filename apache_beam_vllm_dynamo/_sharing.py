@@ -67,7 +67,10 @@ class Place:
         self._failure: Exception | None = None  # of the last start after the first
         self._left = threading.Event()
         self._process = os.getpid()
-        self._access = access = _find(make)
+        runtime = make()
+        # For good: what libraries write into the environment later must not part the users.
+        self.identity = runtime.identity
+        self._access = access = _find(runtime, self.identity)
         self.window = access.window
         self.kv_caches = access.kv_caches
 
@@ -122,7 +125,7 @@ class Place:
                 raise self._failure  # another thread has tried it while this one waited
             lost.leave()
             try:
-                access = _find(self._make)
+                access = _find(self._make(), self.identity)
             except Exception as error:
                 self._failure = error
                 raise
@@ -138,21 +141,24 @@ _hosts_lock = threading.RLock()  # re-entrant: a garbage collection may leave
 _hosts: dict[str, _Host] = {}  # of this process, by identity
 
 
-def _find(make: Callable[[], Runtime]) -> Access:
+def _find(runtime: Runtime, identity: str) -> Access:
     """Finds who runs it, or starts it.
+
+    Args:
+      runtime: One that is not started.
+      identity: By which it is found.
 
     Raises:
       DevicesBusyError: Somebody runs it, and cannot be reached.
       StartError: It did not come up.
     """
-    runtime = make()
-    path = lock_directory() / f'server-{runtime.identity}.lock'
+    path = lock_directory() / f'server-{identity}.lock'
     waiting = _Waiting(runtime.description, path)
     while True:
         with _hosts_lock:
-            host = _hosts.get(runtime.identity)
+            host = _hosts.get(identity)
             joined = host is not None and host.admit()
-            begun = None if joined else _begin(runtime, path)
+            begun = None if joined else _begin(runtime, identity, path)
         if begun is not None:
             begun.start()
             return _Resident(begun)
@@ -208,14 +214,14 @@ class _Waiting:
             )
 
 
-def _begin(runtime: Runtime, path: Path) -> _Host | None:
+def _begin(runtime: Runtime, identity: str, path: Path) -> _Host | None:
     """Makes this process the one that runs it, if none does."""
     lock = LockFile(path)
     if not lock.try_lock():
         lock.close()
         return None
     try:
-        host = _hosts[runtime.identity] = _Host(runtime, lock)
+        host = _hosts[identity] = _Host(runtime, identity, lock)
     except BaseException:
         lock.close()
         raise
@@ -254,8 +260,9 @@ def _visit(path: Path, waiting: _Waiting) -> Access | None:
 class _Host:
     """A runtime that this process runs, and who uses it; made with a place for its maker."""
 
-    def __init__(self, runtime: Runtime, lock: LockFile) -> None:
+    def __init__(self, runtime: Runtime, identity: str, lock: LockFile) -> None:
         self.runtime = runtime
+        self._identity = identity
         self.events = Events(runtime)
         self._lock = lock
         self._process = os.getpid()
@@ -347,8 +354,8 @@ class _Host:
     def _retire(self) -> None:
         """Lets nobody else in; called with the lock."""
         self._open = False
-        if _hosts.get(self.runtime.identity) is self:
-            del _hosts[self.runtime.identity]
+        if _hosts.get(self._identity) is self:
+            del _hosts[self._identity]
 
 
 def _close_at_exit(exiting: threading.Event, door: Door, runtime: Runtime, process: int) -> None:

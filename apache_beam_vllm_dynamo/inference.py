@@ -21,7 +21,6 @@ from apache_beam.ml.inference.base import (
     ModelHandler,
     PredictionResult,
 )
-from apache_beam.utils.multi_process_shared import MultiProcessShared
 from apache_beam.utils.shared import Shared
 from apache_beam.utils.windowed_value import WindowedValue
 
@@ -63,8 +62,8 @@ class LLMInference(beam.PTransform[Any, Any]):
       model_handler: One of this package's handlers, as it is or wrapped as above.
       inference_args: Keyword arguments of the ``openai`` client's ``create()``, for all
         elements.
-      model_identifier: Transforms with the same identifier, ``RunInference`` among them,
-        share one server; unset, each has its own.
+      model_identifier: What the job graph calls the model, as in ``RunInference``. Which server
+        is asked does not depend on it: all with equal settings share one on each worker.
 
     Raises:
       ConfigurationError: The handler or an argument cannot work.
@@ -87,10 +86,9 @@ class LLMInference(beam.PTransform[Any, Any]):
     def expand(self, elements: beam.PCollection[Any]) -> beam.PCollection[Any]:
         """Applies the functions before, the inference and the functions after."""
         elements = _mapped(elements, self._model_handler.get_preprocess_fns(), 'Preprocess')
-        infer = beam.ParDo(
-            _InferenceDoFn(self._unwrapped, self._inference_args, self._model_identifier)
-        ).with_resource_hints(**self._model_handler.get_resource_hints())
-        results = elements | 'Infer' >> infer
+        hints = self._model_handler.get_resource_hints()
+        infer = beam.ParDo(_InferenceDoFn(self._unwrapped, self._inference_args))
+        results = elements | 'Infer' >> infer.with_resource_hints(**hints)
         return _mapped(results, self._model_handler.get_postprocess_fns(), 'Postprocess')
 
     def annotations(self) -> dict[str, Any]:
@@ -183,15 +181,11 @@ class _Asked:
 class _InferenceDoFn(beam.DoFn):
     """Keeps the window full across the elements of a bundle."""
 
-    def __init__(
-        self, unwrapped: Unwrapped, inference_args: dict[str, Any] | None, model_identifier: str
-    ) -> None:
+    def __init__(self, unwrapped: Unwrapped, inference_args: dict[str, Any] | None) -> None:
         super().__init__()
         self._handler = unwrapped.handler
         self._has_key = unwrapped.has_key
         self._inference_args = inference_args
-        # As RunInference names the only copy of a model.
-        self._tag = f'{model_identifier}0'
         self._of_this_process = Shared()
         self._load_ms: int | None = None
         self._model: _VLLMModelServer | None = None
@@ -204,10 +198,7 @@ class _InferenceDoFn(beam.DoFn):
     def setup(self) -> None:
         """Finds the worker's server, or starts it."""
         self._handler.set_environment_vars()
-        if self._handler.share_model_across_processes():
-            self._model = MultiProcessShared(self._load, tag=self._tag, always_proxy=True).acquire()
-        else:
-            self._model = self._of_this_process.acquire(self._load, tag=self._tag)
+        self._model = self._of_this_process.acquire(self._load)
         self._builder = self._handler.request_builder(self._inference_args)
 
     def start_bundle(self) -> None:

@@ -41,7 +41,7 @@ def main(settings_json: str) -> None:
         'first_error': progress.first_error,
         'problem': problem,
         'wall_s': wall_s,
-        'start_s': [load.took_s for load in _fault_pipeline.loads_of(settings)],
+        'start_s': [start.took_s for start in _fault_pipeline.starts_of(settings)],
         'longest_pause_s': _fault_tally.longest_pause_s(progress.answered_at_ms),
         'slowest_request_s': progress.slowest_request_s,
         **injector.report(),

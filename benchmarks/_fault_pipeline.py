@@ -27,13 +27,12 @@ from apache_beam_vllm_dynamo import (
     _model_server,
 )
 from apache_beam_vllm_dynamo._responses import Outcome
+from apache_beam_vllm_dynamo._runtime import Runtime
 from benchmarks import _fault_injection
 from tools.small_model import TOKENIZER_DIRECTORY
 
 ROOT = Path(__file__).parents[1]
 ENGINES = 4
-# Processes with transforms of this name share one server.
-MODEL_IDENTIFIER = 'faults'
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,9 +70,9 @@ class Settings:
         return Path(self.directory) / 'report.json'
 
     @property
-    def loads(self) -> Path:
+    def starts(self) -> Path:
         """Where each start of the engines leaves a line."""
-        return Path(self.directory) / 'loads'
+        return Path(self.directory) / 'starts'
 
     @property
     def down(self) -> Path:
@@ -82,7 +81,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Load:
+class Start:
     """One start of all engines, by the clock that all processes of a machine have in common.
 
     Attributes:
@@ -101,11 +100,11 @@ class Load:
         return self.ready_s - self.began_s
 
 
-def loads_of(settings: Settings) -> list[Load]:
+def starts_of(settings: Settings) -> list[Start]:
     """All starts of a run so far, in the order in which they were over."""
-    if not settings.loads.exists():
+    if not settings.starts.exists():
         return []
-    return [Load(**json.loads(line)) for line in settings.loads.read_text().splitlines()]
+    return [Start(**json.loads(line)) for line in settings.starts.read_text().splitlines()]
 
 
 @dataclasses.dataclass
@@ -151,13 +150,24 @@ class RecordingHandler(VLLMCompletionsModelHandler):
         self._began_ms: float = 0.0
 
     def load_model(self) -> Any:
-        """Starts the stack and shows it to the injector."""
-        began_s = time.monotonic()
+        """Shows the stack to the injector."""
         progress.model = super().load_model()
-        load = Load(os.getpid(), began_s, time.monotonic())
-        with self._settings.loads.open('a') as file:
-            file.write(json.dumps(dataclasses.asdict(load)) + '\n')
         return progress.model
+
+    def _runtime(self) -> Runtime:
+        """Notes each start, also one after the death of another process that had the engines."""
+        runtime = super()._runtime()
+        start = runtime.start
+
+        def noted(hold_fds: Sequence[int] = ()) -> None:
+            began_s = time.monotonic()
+            start(hold_fds)
+            note = dataclasses.asdict(Start(os.getpid(), began_s, time.monotonic()))
+            with self._settings.starts.open('a') as file:
+                file.write(json.dumps(note) + '\n')
+
+        vars(runtime)['start'] = noted
+        return runtime
 
     def run_inference(
         self, batch: Sequence[Any], model: Any, inference_args: dict[str, Any] | None = None
@@ -204,7 +214,6 @@ def run(handler: RecordingHandler, prompts: Sequence[str], max_tokens: int) -> s
                 | RunInference(
                     handler,
                     inference_args={'max_tokens': max_tokens},
-                    model_identifier=MODEL_IDENTIFIER,
                 )
                 | beam.Map(_came_out)
             )

@@ -5,8 +5,8 @@ processes or a worker pool: 'Channel closed prematurely.'), and those that repea
 elsewhere, as Dataflow and Flink do, need a cluster. So :class:`Runner` stands in for that part
 of a runner: it gives out bundles, keeps what comes out of a whole bundle only, gives a bundle
 that failed out again, at most four times as Dataflow does, and starts an SDK process anew in
-the place of one that died. What runs in the SDK processes is Beam's own: a pipeline a bundle
-with ``RunInference``, and the server shared by ``MultiProcessShared``.
+the place of one that died. What runs in the SDK processes is a pipeline a bundle with Beam's own
+``RunInference``, over one server for all of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 from apache_beam_vllm_dynamo._marker import MARKER
 from benchmarks import _fault_leftovers, _fault_tally
 from benchmarks._fault_injection import FAULTS, IN_THE_MIDST_S, LOOK_INTERVAL_S, RECOVERY_BOUND_S
-from benchmarks._fault_pipeline import ROOT, Settings, loads_of
+from benchmarks._fault_pipeline import ROOT, Settings, starts_of
 from benchmarks._fault_sdk_process import MARK
 
 PROCESSES = 3
@@ -222,14 +222,14 @@ class Takeover:
         if not self._runner.wait_for(KILL_AFTER):
             return
         time.sleep(IN_THE_MIDST_S)
-        before = loads_of(self._settings)
+        before = starts_of(self._settings)
         self._runner.kill(before[-1].pid)
         killed_s = time.monotonic()
         self.amiss = 'nobody took over'
         while time.monotonic() - killed_s < RECOVERY_BOUND_S:
             # What ends counts too: it is what a new start could meet on the devices.
             self.most_sets = max(self.most_sets, len(owners_of_engines(self._temporary)))
-            since = loads_of(self._settings)[len(before) :]
+            since = starts_of(self._settings)[len(before) :]
             if since:
                 self.began_after_s = since[0].began_s - killed_s
                 self.recovery_s = since[0].ready_s - killed_s
@@ -274,7 +274,7 @@ def run(settings: Settings, env: Mapping[str, str], log: Path) -> dict[str, Any]
         'first_error': next((s['first_error'] for s in runner.committed if s['failed']), ''),
         'problem': runner.problem,
         'wall_s': runner.committed_at_s - started_s,
-        'start_s': [load.took_s for load in loads_of(settings)],
+        'start_s': [start.took_s for start in starts_of(settings)],
         'longest_pause_s': _fault_tally.longest_pause_s(answered_at_ms),
         'slowest_request_s': max((s['slowest_request_s'] for s in runner.committed), default=None),
         'repeated_bundles': runner.repeated,

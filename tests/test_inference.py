@@ -32,6 +32,7 @@ from apache_beam_vllm_dynamo import (
     LLMInference,
     SplitErrors,
     VLLMCompletionsModelHandler,
+    _sharing,
 )
 from tests.fake_server import FakeServer
 from tests.support.pipelines import IN_PROCESS, collect, collected, our_metrics
@@ -325,20 +326,20 @@ def test_requests_of_their_own_and_token_ids_are_elements_as_well() -> None:
     assert sorted(map(tokens, results)) == [2, 2, 4]
 
 
-def test_transforms_of_one_identifier_share_a_server() -> None:
-    handler = completions()
+def test_transforms_with_the_same_handler_share_a_server() -> None:
+    collected.clear()
+    arguments = {'max_tokens': 1}
     with beam.Pipeline(options=IN_PROCESS) as pipeline:
         prompts = pipeline | beam.Create(PROMPTS[:8])
-        first = prompts | 'a' >> LLMInference(handler, {'max_tokens': 1}, model_identifier='same')
-        second = prompts | 'b' >> RunInference(
-            handler, inference_args={'max_tokens': 1}, model_identifier='same'
-        )
-        both = (first, second) | beam.Flatten()
-        assert_that(both | beam.combiners.Count.Globally(), equal_to([16]))
-    metrics = pipeline.result.metrics().query(
-        beam.metrics.MetricsFilter().with_name('load_model_latency_milli_secs')
-    )
-    assert sum(m.committed.count for m in metrics['distributions']) == 1
+        first = prompts | 'a' >> LLMInference(completions(), arguments)
+        second = prompts | 'b' >> RunInference(completions(), inference_args=arguments)
+        seen = (first, second) | beam.Flatten() | beam.Map(servers_of_this_process)
+        _ = seen | 'collect' >> beam.Map(collect)
+    assert collected == [1] * 16
+
+
+def servers_of_this_process(_: object) -> int:
+    return len(_sharing._hosts)
 
 
 @pytest.mark.parametrize('transform', [RunInference, LLMInference])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import resource
@@ -21,8 +22,12 @@ from unittest.mock import Mock
 
 import apache_beam as beam
 import pytest
-from apache_beam.ml.inference.base import PredictionResult, RunInference
-from apache_beam.utils.multi_process_shared import MultiProcessShared
+from apache_beam.ml.inference.base import (
+    KeyedModelHandler,
+    ModelHandler,
+    PredictionResult,
+    RunInference,
+)
 
 from apache_beam_vllm_dynamo import (
     ChildExitedError,
@@ -138,12 +143,36 @@ def test_a_second_load_shares_the_server_of_the_first_until_the_last_has_left(
 
 
 def test_a_server_that_is_dropped_without_a_word_has_left(directory: Path) -> None:
-    first, second = native(directory).load_model(), native(directory).load_model()
+    first, second = (_VLLMModelServer(native(directory)._runtime) for _ in range(2))
     [pid] = starts(directory)
     del first
     assert runs(pid)
     del second
     assert not runs(pid)
+
+
+def test_what_was_loaded_outlives_a_stage_that_is_dropped(directory: Path) -> None:
+    """Runners drop a stage that had no work for a minute; its model takes minutes to load."""
+    for _ in range(2):
+        native(directory).load_model()
+    gc.collect()
+    [pid] = starts(directory)
+    assert runs(pid)
+    assert users() == 1
+    native(directory).load_model().close()
+    assert not runs(pid)
+
+
+def test_beam_neither_shares_the_model_nor_reloads_it_after_a_time_out() -> None:
+    """What it shares, it loses with the process that has loaded it."""
+    handler = VLLMCompletionsModelHandler('m')
+    handlers: list[ModelHandler[Any, Any, Any]] = [handler, KeyedModelHandler(handler)]
+    for each in handlers:
+        assert not each.share_model_across_processes()
+        assert not each.should_garbage_collect_on_timeout()
+    # Else batches could not be collected over bundles.
+    lasting = VLLMCompletionsModelHandler('m', max_batch_duration_secs=60)
+    assert lasting.share_model_across_processes()
 
 
 def test_chat_and_completions_of_one_model_share_a_server(directory: Path) -> None:
@@ -220,13 +249,15 @@ def test_processes_share_one_server_and_it_lives_as_long_as_any_of_them_uses_it(
 
 
 def test_when_the_process_that_runs_it_is_killed_another_takes_over(
-    directory: Path, other_process: Callable[[], Other]
+    directory: Path, other_process: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner = other_process()
     first = owner.server()
     handler = native(directory)
     model = handler.load_model()
     window = model.window()
+    # As libraries do; those who use the same servers go on to look for each other.
+    monkeypatch.setenv('HF_HUB_SOMETHING', 'new')
     os.kill(first, signal.SIGSTOP)  # it does not end at TERM, but by the shim's KILL
     owner.kill()
     with ThreadPoolExecutor() as threads:
@@ -235,6 +266,8 @@ def test_when_the_process_that_runs_it_is_killed_another_takes_over(
     assert not runs(first)
     assert starts(directory) == [first, model.status()[0].pid]
     assert model.window() == window
+    assert list(_sharing._hosts) == [model.identity]
+    assert handler._runtime().identity != model.identity
 
 
 def test_a_load_meanwhile_in_another_process_waits_for_the_same_start(
@@ -384,28 +417,6 @@ def test_what_was_given_up_says_why_and_the_next_load_starts_anew(
     assert len(handler.run_inference(['x'], second)) == 1
 
 
-def test_a_reload_by_beam_outlives_what_beam_deletes_afterwards(directory: Path) -> None:
-    """A time-out has Beam load the model under a new tag, and delete the old one later."""
-    handler = native(directory)
-
-    def shared(tag: str) -> MultiProcessShared[Any]:
-        path = str(directory)
-        return MultiProcessShared(handler.load_model, tag=tag, path=path, always_proxy=True)
-
-    old, new = shared('sharing_0'), shared('sharing_reload_10')
-    old.acquire()
-    model: Any = new.acquire()
-    assert users() == 2
-    old.unsafe_hard_delete()
-    assert users() == 1
-    [pid] = starts(directory)
-    assert runs(pid)
-    assert len(handler.run_inference(['x'], model)) == 1
-    new.release(model)
-    del model  # until then a thread that has answered it keeps what it asked last
-    wait_until('the server has ended', lambda: not runs(pid))
-
-
 def test_two_steps_with_one_handler_on_the_same_gpu_share_its_server(directory: Path) -> None:
     collected.clear()
     handler = native(directory)
@@ -462,7 +473,7 @@ def test_a_start_that_fails_after_the_first_does_so_once_for_all_who_wait(
     place = _sharing.Place(Mock())
     begun, gate = threading.Event(), threading.Event()
 
-    def fail(_: object) -> None:
+    def fail(*_: object) -> None:
         begun.set()
         gate.wait(20)
         raise StartError('a bad flag')
@@ -591,6 +602,7 @@ def test_a_door_may_be_closed_by_a_garbage_collection_at_any_moment(door: Door) 
 
 def test_another_users_process_is_not_let_in(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     caller = Caller(door.address)
+    caller.ask('x')  # it is in, whatever is said of its user from now on
     monkeypatch.setattr(os, 'getuid', lambda: -2)
     with pytest.raises(LineLostError, match='another user'):
         Caller(door.address)
