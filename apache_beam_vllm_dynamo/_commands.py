@@ -150,6 +150,9 @@ def etcd_command(program: str, stack: Stack) -> Command:
         '--log-level', 'warn',
         # Its data is of no use after this start, and a slow disk must cost no engine its lease.
         '--unsafe-no-fsync',
+        # It has nobody to vote with, and by default lets one to two seconds pass before it notices.
+        '--heartbeat-interval', '20',
+        '--election-timeout', '200',
     )  # fmt: skip
     # etcd reads any of its flags from ETCD_… too.
     return Command(argv, _without(stack.base_env, prefixes=('ETCD_',)))

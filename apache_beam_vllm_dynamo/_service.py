@@ -55,9 +55,9 @@ RESTART_POLICY = RestartPolicy(
 )
 # Of what all others need and which has no settings that could be wrong: it is waited for.
 HELPER_RESTART_POLICY = RestartPolicy(
-    max_consecutive_failures=27,  # two minutes
+    max_consecutive_failures=62,  # two minutes
     initial_backoff_s=0.5,
-    max_backoff_s=5.0,
+    max_backoff_s=2.0,  # all else waits for it
     stable_after_s=60.0,
 )
 

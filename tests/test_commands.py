@@ -339,6 +339,7 @@ def test_the_etcd_of_a_runtime_listens_on_loopback_and_is_its_own() -> None:
         '--listen-client-urls', client, '--advertise-client-urls', client,
         '--listen-peer-urls', peer, '--initial-advertise-peer-urls', peer,
         '--initial-cluster', f'beam-0={peer}', '--log-level', 'warn', '--unsafe-no-fsync',
+        '--heartbeat-interval', '20', '--election-timeout', '200',
     )  # fmt: skip
     assert command.env == {}
 
