@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 import sys
 import time
 import uuid
@@ -193,12 +194,23 @@ class _DynamoLocalRuntime(SupervisedRuntime):
             helpers.append(etcd)
         if stack.starts_etcd:
             program = find_etcd(self._config.etcd_path, self._base_env.get('PATH'))
-            own_etcd = self._launch_part(partial(_etcd_spec, program), move_etcd)
+            own_etcd = self._launch_part(partial(self._etcd_spec, program), move_etcd)
             helpers.append(own_etcd)
             await_probe(own_etcd, self._services, deadline, self._start_timeout_s)
         broker = self._launch_part(_broker_spec)
         broker.came_up()
         return [*helpers, broker]
+
+    def _etcd_spec(self, program: str, stack: Stack) -> ServiceSpec:
+        """Its next start, without what it knew when nobody lives any more whom it knew.
+
+        It would list them until their leases end, and some requests would be sent to them. Who
+        still lives, and watches it, could not go on with one that begins anew.
+        """
+        known = [*self._engines, *filter(None, [self._frontend])]
+        if not any(service.status.pid for service in known):
+            shutil.rmtree(stack.addresses.etcd_directory, ignore_errors=True)
+        return _etcd_spec(program, stack)
 
     def _start_frontend_and_engines(self, stack: Stack, helpers: list[Need]) -> Service:
         frontend = self._launch_part(

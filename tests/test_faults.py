@@ -174,6 +174,26 @@ def test_etcd_that_is_away_for_longer_than_a_lease_costs_a_pause(tmp_path: Path)
         wait_until_whole(model, 'etcd', before=before, bound_s=30)
 
 
+@pytest.mark.usefixtures('_eager')
+def test_etcd_that_outlived_nobody_forgets_them(tmp_path: Path) -> None:
+    """It would list the dead until their leases end, and some requests would be sent to them."""
+    down = tmp_path / 'down'
+    handler = handler_of({'ETCD_LEASE_TTL': '2'}, **config_fields('etcd_down_40_s', down))
+    model = handler.load_model()
+    before = pids(model)
+    of_this_data = Path(runtime_of(model)._stack.addresses.etcd_directory, 'mark')
+    of_this_data.touch()
+    with under_load(handler, model):
+        down.touch()
+        os.kill(before['etcd'], signal.SIGKILL)
+        others = [*engines_of(before), before['frontend']]
+        wait_until('all others have ended', lambda: not any(map(runs, others)), 40)
+        assert of_this_data.exists()
+        down.unlink()
+        wait_until_whole(model, 'etcd', before=before, bound_s=30)
+    assert not of_this_data.exists()
+
+
 def engines_of(by_label: dict[str, int]) -> list[int]:
     return [pid for label, pid in by_label.items() if label.startswith('engine')]
 
