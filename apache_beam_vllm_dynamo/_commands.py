@@ -65,6 +65,11 @@ CANARY_TIMEOUT_SECS = 10
 # etcd is given up and restarted within seconds, so the engines' leases outlast that too.
 LEASE_SECS = 5
 
+# Nobody looks for the frontend, and its end fails all requests. Each of its ten watches makes its
+# connection to a restarted etcd anew, one after the other with growing pauses, and its lease waits
+# among them for some ten seconds.
+FRONTEND_LEASE_SECS = 30
+
 # Block hashes must agree between the processes of one runtime, or no prefix ever matches.
 HASH_SEED = '0'
 
@@ -186,6 +191,8 @@ def frontend_command(stack: Stack) -> Command:
     env = _dynamo_environment(stack)
     env.setdefault('DYN_HTTP_BACKEND_STREAM_TIMEOUT_SECS', str(STREAM_TIMEOUT_SECS))
     env.setdefault('DYN_LOG', FRONTEND_LOG_FILTER)
+    if 'ETCD_LEASE_TTL' in env and 'ETCD_LEASE_TTL' not in stack.base_env:
+        env['ETCD_LEASE_TTL'] = str(FRONTEND_LEASE_SECS)
     return Command(argv, env)
 
 

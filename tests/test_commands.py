@@ -219,7 +219,7 @@ def test_the_frontend_of_each_mode(mode: str) -> None:
         *ETCD, *router, '--migration-limit', '3',
     )  # fmt: skip
     seed = HASH_SEED if config.uses_kv_router else {}
-    assert command.env == DYNAMO | OWN_ETCD | seed | FRONTEND
+    assert command.env == DYNAMO | OWN_ETCD | seed | FRONTEND | {'ETCD_LEASE_TTL': '30'}
 
 
 @pytest.mark.parametrize('index', [0, 1])
@@ -381,7 +381,8 @@ def test_a_runtime_without_an_external_etcd_starts_its_own() -> None:
 
 def test_the_lease_of_ones_own_etcd_may_be_set_on_the_worker() -> None:
     stack = stack_of(two(), base_env={'ETCD_LEASE_TTL': '3'})
-    assert engine_command(stack, 0).env['ETCD_LEASE_TTL'] == '3'
+    for command in (engine_command(stack, 0), frontend_command(stack)):
+        assert command.env['ETCD_LEASE_TTL'] == '3'
 
 
 def test_a_chat_template_is_a_file_of_each_engine() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +29,7 @@ from apache_beam_vllm_dynamo import (
     _probes,
     _retry,
 )
+from apache_beam_vllm_dynamo._commands import FRONTEND_LEASE_SECS
 from apache_beam_vllm_dynamo._etcd import find_etcd
 from apache_beam_vllm_dynamo._routing import listening_ports
 from benchmarks import _fault_kills, _fault_leftovers, _fault_takeover
@@ -172,6 +175,30 @@ def test_etcd_that_is_away_for_longer_than_a_lease_costs_a_pause(tmp_path: Path)
         wait_until('an engine has ended', lambda: not all(map(runs, engines_of(before))), 30)
         down.unlink()
         wait_until_whole(model, 'etcd', before=before, bound_s=30)
+
+
+def test_etcd_that_is_killed_costs_the_frontend_nothing_later_either() -> None:
+    """It needs some ten seconds until it has all its connections to the next one."""
+    model = handler_of().load_model()
+    before = pids(model)
+    port = runtime_of(model)._stack.addresses.etcd_client_port
+    os.kill(before['etcd'], signal.SIGKILL)
+    wait_until_whole(model, 'etcd', before=before, bound_s=20)
+    nearly_s = FRONTEND_LEASE_SECS - 5
+    wait_until('its lease has aged', lambda: lasts_s(port) < nearly_s, 20)
+    wait_until('its lease is renewed', lambda: lasts_s(port) > nearly_s, 20)
+    assert pids(model) == before | {'etcd': pids(model)['etcd']}
+
+
+def lasts_s(etcd_port: int) -> int:
+    """How long the longest lease still lasts: of all, the frontend's."""
+
+    def ask(path: str, **body: Any) -> Any:
+        url = f'http://127.0.0.1:{etcd_port}/v3/lease/{path}'
+        with urllib.request.urlopen(url, json.dumps(body).encode(), timeout=10) as answer:
+            return json.load(answer)
+
+    return max(int(ask('timetolive', **lease).get('TTL', 0)) for lease in ask('leases')['leases'])
 
 
 @pytest.mark.usefixtures('_eager')

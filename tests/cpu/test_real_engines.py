@@ -86,7 +86,7 @@ def without_template(directory: pathlib.Path) -> str:
 
 
 def test_greedy_completions_do_not_depend_on_the_server(tmp_path: pathlib.Path) -> None:
-    """Native vLLM and Dynamo with one engine and two; the one gets it without a chat template."""
+    """Native vLLM, and Dynamo with one engine, which gets the model without a chat template."""
     found: dict[str, list[str]] = {}
     base = without_template(tmp_path)
     for name, handler in (
@@ -95,12 +95,11 @@ def test_greedy_completions_do_not_depend_on_the_server(tmp_path: pathlib.Path) 
             'one engine',
             VLLMCompletionsModelHandler(base, FLAGS, use_dynamo=True, env_vars=CPU_ENV),
         ),
-        ('two engines', dynamo(engines(2))),
     ):
         model = handler.load_model()
         found[name] = texts(handler, model, PROMPTS)
         model.close()
-    assert found['native'] == found['one engine'] == found['two engines']
+    assert found['native'] == found['one engine']
     assert 'Paris' in found['native'][0]
 
 
