@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +253,12 @@ def not_whole(model: Any, victims: Mapping[str, int | None]) -> str:
     engines = sum(status.label.startswith('engine') for status in statuses)
     routed = routable(runtime_of(model))
     return '' if routed == engines else f'{routed} of {engines} engines are routable'
+
+
+def restarts_of_others(model: Any, victims: Sequence[str]) -> int:
+    """How often what was not hit was started again; some of it shows only late in the job."""
+    statuses = model.status() if model is not None else ()
+    return sum(status.restarts for status in statuses if status.label not in victims)
 
 
 def runtime_of(model: Any) -> Any:

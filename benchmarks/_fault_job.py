@@ -44,6 +44,7 @@ def main(settings_json: str) -> None:
         'start_s': [start.took_s for start in _fault_pipeline.starts_of(settings)],
         'longest_pause_s': _fault_tally.longest_pause_s(progress.answered_at_ms),
         'slowest_request_s': progress.slowest_request_s,
+        'restarts_of_others': _fault_injection.restarts_of_others(progress.model, fault.victims),
         **injector.report(),
     }
     if fault.again and not report['amiss']:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from benchmarks._fault_injection import FAULTS
+
 ENGINE_DEATHS = (
     'engine_killed', 'two_engines_killed', 'engine_stopped', 'engines_killed_in_turn',
 )  # fmt: skip
@@ -38,6 +40,7 @@ def _missed_by(case: Mapping[str, Any], base: Mapping[str, Any]) -> Iterator[str
     else:
         yield from _lost(case)
         yield from _slow(case, base.get(case['base']) or base.get('none'))
+        yield from _drawn_in(case)
         yield from _grown(case)
     for what in ('processes', 'sockets', 'dirs'):
         if case[f'leftover_{what}']:
@@ -68,6 +71,13 @@ def _slow(case: Mapping[str, Any], base: Mapping[str, Any] | None) -> Iterator[s
         yield f'a pause of {pause_s} s; to reach: under {LONGEST_PAUSE_S} s'
     if case['name'] in ONE_ENGINE_KILLED and ratio is not None and ratio > WALL_RATIO:
         yield f'{ratio:.2f} times as long as without; to reach: {WALL_RATIO}'
+
+
+def _drawn_in(case: Mapping[str, Any]) -> Iterator[str]:
+    others = case.get('restarts_of_others') or 0
+    # While etcd is away for longer than their leases, engines and frontend end by themselves.
+    if others and not FAULTS[case['name']].held_down:
+        yield f'others than the victims were started again {others} times'
 
 
 def _grown(case: Mapping[str, Any]) -> Iterator[str]:

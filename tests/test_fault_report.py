@@ -72,6 +72,7 @@ def test_a_run_that_reaches_all_misses_none(name: str) -> None:
         ('engine_killed', {'amiss': 'engine 1 is hung'}, 'not whole again: engine 1 is hung'),
         ('engine_killed', {'longest_pause_s': 2.0}, 'a pause of 2.0 s'),
         ('engine_killed', {'wall_ratio': 1.31}, '1.31 times as long'),
+        ('etcd_killed', {'restarts_of_others': 1}, 'others than the victims were started again 1'),
         ('frontend_killed', {'recovery_s': 7.1}, 'whole again after 7.1 s; to reach: 7.0 s'),
         ('owner_killed', {'most_sets_of_engines': 2}, '2 sets of engines'),
         ('engines_killed_in_turn', {'descriptors': [30, 32]}, 'descriptors of the owner grew'),
@@ -87,6 +88,10 @@ def test_each_target_that_is_missed_is_said_in_a_line(
 ) -> None:
     [line] = missed_by(name, **figures)
     assert line.startswith(f'{name}: {said}')
+
+
+def test_what_loses_its_lease_while_etcd_is_away_may_be_started_again() -> None:
+    assert missed_by('etcd_down_40_s', restarts_of_others=5) == []
 
 
 def test_a_job_that_cannot_survive_must_fail_with_a_reason() -> None:
