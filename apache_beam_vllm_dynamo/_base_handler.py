@@ -15,7 +15,7 @@ from apache_beam.utils import multi_process_shared
 
 from apache_beam_vllm_dynamo import _metrics, _reuse
 from apache_beam_vllm_dynamo._arguments import ServerArgument
-from apache_beam_vllm_dynamo._checks import check_seconds
+from apache_beam_vllm_dynamo._checks import check_seconds, environment
 from apache_beam_vllm_dynamo._client import InferenceClient
 from apache_beam_vllm_dynamo._clients import client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
@@ -122,7 +122,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             check_native_kwargs(self._native_server.vllm_server_kwargs, model_name)
         self._timeouts = timeouts
         # Beam would write them into the environment of the whole SDK process.
-        self._server_env = _environment(options.pop('env_vars', None) or {})
+        self._server_env = environment('env_vars', options.pop('env_vars', None) or {})
         self._collects_over_bundles = batching['max_batch_duration_secs'] is not None
         super().__init__(**self._with_batch_sizes(batching), **options)
         self._client: tuple[str, InferenceClient] | None = None
@@ -436,13 +436,3 @@ def _read_template(path: str | None) -> str | None:
             f'chat_template_path is {path!r}, which cannot be read on this worker: {error}. Give a '
             'text file at a path that the workers can open, gs://… for example.'
         ) from error
-
-
-def _environment(env_vars: object) -> dict[str, str]:
-    if not isinstance(env_vars, Mapping) or not all(
-        isinstance(name, str) and isinstance(value, str) for name, value in env_vars.items()
-    ):
-        raise ConfigurationError(
-            'env_vars must be a mapping of variable names to strings; quote numbers.'
-        )
-    return dict(env_vars)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 
-from apache_beam_vllm_dynamo import _reserved
 from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo.errors import ConfigurationError
 
 _GPU_ORDINAL = re.compile(r'\d+')
 _GPU_NAME = re.compile(r'(GPU|MIG)-[0-9A-Za-z/-]+')
+# What waits in a system call takes no more than three weeks of milliseconds.
+LONGEST_SECS = 7 * 24 * 3600
+
 _ENVIRONMENT_NAME = re.compile(r'[A-Za-z_][A-Za-z0-9_]*')
 
 
@@ -28,8 +31,12 @@ def check_count(field: str, value: object) -> None:
 
 
 def check_seconds(field: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigurationError(f'{field} is {value!r}; it must be a number of seconds above 0.')
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not 0 < value <= LONGEST_SECS:  # type: ignore[operator]  # it is a number
+        raise ConfigurationError(
+            f'{field} is {value!r}; it must be a number of seconds above 0, {LONGEST_SECS} '
+            '(a week) at most.'
+        )
 
 
 def check_not_negative(field: str, value: object) -> None:
@@ -70,23 +77,30 @@ def cpu_cores(cores: object) -> tuple[int, ...]:
     return tuple(cores)
 
 
-def environment(env: object) -> dict[str, str]:
+def environment(field: str, env: object) -> dict[str, str]:
     if not isinstance(env, Mapping):
         raise ConfigurationError(
-            f'env is a {type(env).__name__}; it must be a mapping of variable names to strings.'
+            f'{field} is a {type(env).__name__}; it must be a mapping of variable names to strings.'
         )
     for name, value in env.items():
         if not isinstance(name, str) or not _ENVIRONMENT_NAME.fullmatch(name):
             raise ConfigurationError(
-                f"env has the key {name!r}, which no variable can have; write it like 'HF_HOME'."
+                f'{field} has the key {name!r}, which no variable can have; write it like '
+                "'HF_HOME'."
             )
-        if not isinstance(value, str) or '\x00' in value:
+        if not isinstance(value, str) or not _fits_environment(value):
             raise ConfigurationError(
-                f'env[{name!r}] is a {type(value).__name__} that is not a plain string; '
-                'environment values are strings.'
+                f'{field}[{name!r}] is a {type(value).__name__} that is not a plain string; '
+                'environment values are strings; quote numbers.'
             )
-        _reserved.check_engine_variable(name)
     return dict(env)
+
+
+def _fits_environment(value: str) -> bool:
+    try:
+        return b'\0' not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def check_disjoint(what: str, of_engines: Sequence[Sequence[object]]) -> None:

@@ -99,7 +99,8 @@ KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
         ),
         (
             (
-                r'unrecognized arguments?|error: argument |invalid choice: ',
+                r'unrecognized arguments?|unknown arguments? specified|error: argument ',
+                r'invalid choice: |^ValueError: --[a-z-]+',
                 r'expected (one|at least one) argument',
             ),
             Diagnosis(

@@ -72,7 +72,12 @@ def kill_orphans(timeout_s: float = SWEEP_BOUND_S) -> tuple[int, ...]:
 def _orphaned() -> Callable[[str, str], bool]:
     """Tells orphans, by what shims there are at this moment."""
     own = _pid_namespace('self')
-    guarded = {token for pid, token in _marked() if _is_shim(pid)}
+    # One that is stopped ends nothing, and nobody is left who would let it go on.
+    guarded = {
+        token
+        for pid, token in _marked()
+        if _is_shim(pid) and not (is_stopped(int(pid)) and _owner_is_gone(token))
+    }
     return lambda pid, token: (
         token not in guarded and _pid_namespace(pid) == own and _owner_is_gone(token)
     )

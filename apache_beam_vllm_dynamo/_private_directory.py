@@ -78,11 +78,12 @@ class PrivateDirectory:
         Raises:
           StartError: It cannot be made.
         """
-        base = Path(tempfile.gettempdir())
-        remove_stale(base)
+        base = usual = Path(tempfile.gettempdir())
         name = f'{PREFIX}{secrets.token_hex(4)}'
         if len(os.fsencode(base / name / 'events-out')) > LONGEST_SOCKET_PATH_BYTES:
             base = SHORT_DIRECTORY
+        for place in {base, usual}:
+            remove_stale(place)
         return cls(base / name)
 
     @property

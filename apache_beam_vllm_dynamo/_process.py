@@ -260,7 +260,6 @@ class _Run:
         self.survivors: tuple[int, ...] = ()  # the shim and its sweep
         self.lingers: tuple[int, ...] = ()  # what the shim waits for
         self._returncode: int | None = None
-        self._asked = False
         self._on_line = on_line
         self._lines = LineAssembler()
         self._tail: collections.deque[str] = collections.deque(maxlen=TAIL_LINES)
@@ -306,20 +305,18 @@ class _Run:
         with self._control_lock:
             if self._control.closed:
                 return
-            self._asked = True
             with contextlib.suppress(OSError):  # the shim has just ended
                 self._control.write(request)
-        if request == b'T':
-            _log.info('%s: stopping: %s', self.spec.label, reason)
-        else:
-            _log.warning('%s: killing: %s', self.spec.label, reason)
+        stopping = request == b'T'
+        level = logging.INFO if stopping else logging.DEBUG  # who has it killed says why
+        what = 'stopping' if stopping else 'killing'
+        _log.log(level, '%s: %s: %s', self.spec.label, what, reason)
 
     def cut(self) -> None:
         """Cuts the lifeline; the shim then acts as on the owner's death."""
         if os.getpid() != self._owner:
             return  # at the exit of a fork, in which the lock may be held for ever
         with self._control_lock:
-            self._asked = True
             self._control.close()
 
     def abandon(self, problem: str) -> None:
@@ -406,8 +403,7 @@ class _Run:
             lost = self._returncode is None
             code = -signal.SIGKILL if self._returncode is None else self._returncode
             self.exit = ExitStatus(code, lost_lifeline=lost)
-            level = logging.INFO if self._asked and not lost else logging.WARNING
-            _log.log(level, '%s ended: %s', self.spec.label, self.exit)
+            _log.debug('%s ended: %s', self.spec.label, self.exit)  # who needs it says so
             if self.survivors:
                 _log.error('%s: still there after KILL: %s', self.spec.label, self.survivors)
         elif self.start_error is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -45,6 +46,8 @@ ADDRESS_TAKEN = 'address in use'
 UNWELL_BOUND_S = 60.0  # of a server that answers, but says that it does not serve
 # What KILL does not end hangs in a driver, which either comes back within seconds or not at all.
 GONE_BOUND_S = 60.0
+# Who has lost a lease while etcd was away may end when it is back: within a lease, and the end.
+NEED_GRACE_S = 10.0
 LOG_LOOK_INTERVAL_S = 1.0  # of a start: to search the end of a log takes milliseconds
 
 RESTART_POLICY = RestartPolicy(
@@ -147,6 +150,7 @@ class Service:
         self.status = ChildStatus(spec.label, devices=spec.devices)
         self.process: ManagedProcess | None = None
         self._needs = tuple(needs)
+        self._without_needs_at = -math.inf
         self._hold_fds = tuple(hold_fds)
         self._clock = clock
         self._cpu_time = cpu_time
@@ -163,6 +167,8 @@ class Service:
         self._well_at = 0.0
         self._served_before = False
         self._last_cause = ''  # of the start that failed last
+        self._said = ''  # of what went wrong since it served
+        self._repeated = ''  # what was said before
         self._next_log_look_at = 0.0
         self._probing: Future[Answer | None] | None = None
 
@@ -243,6 +249,7 @@ class Service:
         Raises:
           RuntimeFailedError: It failed, and starting it again is given up.
         """
+        self._look_at_needs()
         state = self.status.state
         if state is ChildState.RESTARTING:
             is_gone = self._predecessor_is_gone()
@@ -271,6 +278,10 @@ class Service:
     def stopped(self) -> None:
         """Notes that it was stopped on purpose."""
         self._become(ChildState.STOPPED)
+
+    def _look_at_needs(self) -> None:
+        if not self._has_needs():
+            self._without_needs_at = self._clock()
 
     def _has_needs(self) -> bool:
         return all(need.serves for need in self._needs)
@@ -372,7 +383,8 @@ class Service:
     def _failed(self, problem: str, *, starting: bool) -> None:
         tail = self.log_tail()
         diagnosis = diagnose(tail)
-        if not self._has_needs():
+        self._look_at_needs()
+        if self._clock() - self._without_needs_at < NEED_GRACE_S:
             decision: Decision = self._tracker.excused()
         else:
             decision = self._tracker.failed()
@@ -401,9 +413,20 @@ class Service:
         before, self.status = self.status, self.status.to(state, pid=pid, error=error or None)
         if before.state is state:
             return
-        level = {
-            ChildState.HUNG: logging.WARNING,
-            ChildState.RESTARTING: logging.WARNING,
-            ChildState.FAILED: logging.ERROR,
-        }.get(state, logging.INFO if self.status.restarts else logging.DEBUG)
+        if state is ChildState.SERVING:
+            self._said = self._repeated = ''
+        elif error and before.state is not ChildState.HUNG:
+            self._repeated = error if error == self._said else ''
+            self._said = error
+        level = self._level(before.state)
         _LOGGER.log(level, '%s: %s%s', self.spec.label, state, f' ({error})' if error else '')
+
+    def _level(self, before: ChildState) -> int:
+        state = self.status.state
+        if state is ChildState.FAILED:
+            return logging.ERROR
+        if self._repeated or before is ChildState.HUNG:
+            return logging.DEBUG  # it was said before
+        if state in (ChildState.HUNG, ChildState.RESTARTING):
+            return logging.WARNING
+        return logging.INFO if self.status.restarts else logging.DEBUG

@@ -88,7 +88,9 @@ class DynamoVLLMEngineSpec:
             'simulation_kwargs',
             normalized('simulation_kwargs', self.simulation_kwargs),
         )
-        _set(self, 'env', _checks.environment(self.env))
+        _set(self, 'env', _checks.environment('env', self.env))
+        for name in self.env:
+            _reserved.check_engine_variable(name)
         # Asked for here so that a number that is none fails here.
         _ = self.max_num_seqs, self.devices_needed
 
@@ -326,10 +328,10 @@ class DynamoRuntimeConfig:
         _checks.check_seconds('start_timeout_secs', self.start_timeout_secs)
         _checks.check_seconds('stop_timeout_secs', self.stop_timeout_secs)
         _checks.check_seconds('hang_timeout_secs', self.hang_timeout_secs)
-        if type(self.migration_limit) is not int or self.migration_limit < 0:
+        if type(self.migration_limit) is not int or not 0 <= self.migration_limit < 2**32:
             raise ConfigurationError(
                 f'migration_limit is {self.migration_limit!r}; it must be a whole number, 0 or '
-                'more (0 switches migration off).'
+                'more (0 switches migration off), below 4294967296.'
             )
         if isinstance(self.etcd_path, os.PathLike):
             _set(self, 'etcd_path', os.fspath(self.etcd_path))

@@ -43,6 +43,8 @@ def kill_once(number: int, engines: Engines, directory: Path, env: dict[str, str
         if said != expected or owner.poll() is not None:
             tail = (directory / 'log').read_text()[-1000:]
             return f'the owner ended by itself; it said {said}\n{tail}'
+        if SERVES in said and not all(dataclasses.astuple(_fault_leftovers.look(env['TMPDIR']))):
+            return 'a stack that serves was not seen, so that nothing of it would be found'
     finally:
         owner.send_signal(signal.SIGKILL)
         owner.wait()

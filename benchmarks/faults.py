@@ -153,7 +153,10 @@ def line_of(run: dict[str, Any]) -> str:
 
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix='faults-', ignore_cleanup_errors=True) as name:
+    # Where paths are too long for sockets a stack makes its directory elsewhere, unseen.
+    with tempfile.TemporaryDirectory(
+        prefix='faults-', dir='/tmp', ignore_cleanup_errors=True
+    ) as name:
         yield Path(name)
 
 

@@ -21,7 +21,7 @@ def _own_temporary_directory() -> Iterator[None]:
     At the end no process that was started with it lives, and no directory of a start is in it.
     """
     before = os.environ.get('TMPDIR')
-    directory = tempfile.mkdtemp(prefix='tests-')
+    directory = tempfile.mkdtemp(prefix='tests-', dir='/tmp')
     os.environ['TMPDIR'] = tempfile.tempdir = directory
     open_what_opens_once()
     yield

@@ -260,6 +260,8 @@ CONFIG_REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({'etcd_path': ''}, ["etcd_path is ''", 'leave it out']),
     ({'etcd_path': 3}, ['etcd_path is 3', 'name the program']),
     ({'migration_limit': -1}, ['migration_limit is -1', '0 or more']),
+    ({'migration_limit': 2**32}, ['migration_limit is 4294967296', 'below 4294967296']),
+    ({'stop_timeout_secs': 1e9}, ['stop_timeout_secs is 1000000000.0', '604800 (a week) at most']),
     ({'migration_limit': True}, ['migration_limit is True', 'whole number']),
     ({'migration_limit': 1.0}, ['migration_limit is 1.0', 'whole number']),
     ({'frontend_kwargs': ['x']}, ["frontend_kwargs is ['x']", 'mapping']),

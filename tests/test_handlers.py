@@ -102,6 +102,9 @@ def test_every_argument_of_beams_handler_is_taken_in_its_place(ours: type[Any]) 
             id='start_timeout_secs beside a config',
         ),
         pytest.param({'env_vars': {'OMP_NUM_THREADS': 1}}, 'quote numbers', id='env_vars'),
+        pytest.param({'env_vars': {'A=B': 'c'}}, "has the key 'A=B'", id='name of a variable'),
+        pytest.param({'env_vars': {'A': '\0'}}, 'plain string', id='value of a variable'),
+        pytest.param({'env_vars': {'A': '\ud800'}}, 'plain string', id='half a character'),
         pytest.param({'vllm_server_kwargs': {'port': 8000}}, 'chooses it', id='port'),
         pytest.param(
             {'vllm_server_kwargs': {'served-model-name': 'x'}}, 'add that name', id='served name'

@@ -92,6 +92,20 @@ def test_orphans_are_those_whose_owner_is_gone(tree: ProcessTree) -> None:
     assert end(*others) == [-signal.SIGTERM] * 3
 
 
+def test_orphans_are_left_to_their_shim_while_it_can_end_them(
+    tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = token_of_a_process_that_is_gone()
+    shim, orphan = sleeper(tree, token), sleeper(tree, token)
+    monkeypatch.setattr(_marker, '_is_shim', lambda pid: pid == str(shim.pid))
+    assert kill_orphans() == ()
+    assert (shim.poll(), orphan.poll()) == (None, None)
+    shim.send_signal(signal.SIGSTOP)
+    wait_until('it is stopped', lambda: is_stopped(shim.pid), 10)
+    assert kill_orphans() == ()
+    assert end(shim, orphan) == [-signal.SIGKILL] * 2
+
+
 def test_orphans_of_other_containers_are_left_alone(
     tree: ProcessTree, monkeypatch: pytest.MonkeyPatch
 ) -> None:

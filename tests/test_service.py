@@ -15,6 +15,7 @@ from apache_beam_vllm_dynamo._process import ChildSpec, ExitStatus
 from apache_beam_vllm_dynamo._service import (
     GONE_BOUND_S,
     LIVENESS_TIMEOUT_S,
+    NEED_GRACE_S,
     RESTART_POLICY,
     SILENT_PROBES,
     SILENT_PROBES_OF_FROZEN,
@@ -139,6 +140,13 @@ class World:
             self.service.tick(self.probes)
             self.now += 0.1
         return self.now - began
+
+    def crash_again(self, times: int) -> None:
+        """So many crashes, each as soon as it is started again."""
+        for _ in range(times):
+            self.process.exit = CRASH
+            self.until('restarting')
+            self.until('starting')
 
     def crash_always(self, state: str, log: str) -> None:
         """Has each process crash as soon as it is in that state."""
@@ -370,6 +378,35 @@ def test_a_start_that_fails_at_once_counts_as_a_failure(serving: World) -> None:
         serving.pass_time(300)
 
 
+def test_tries_that_fail_alike_are_told_of_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        world.crash_again(3)
+        world.until('serving')
+        world.process.exit = CRASH
+        world.until('restarting')
+    said = [(r.levelname, r.getMessage()) for r in caplog.records]
+    died = ('WARNING', f'engine 1 of 2: restarting (ended: {CRASH})')
+    assert said == [
+        died,
+        ('INFO', 'engine 1 of 2: starting'),
+        ('INFO', 'engine 1 of 2: serving'),
+        died,
+    ]
+
+
+def test_what_ends_soon_after_its_need_is_back_is_not_to_blame_either(serving: World) -> None:
+    """A lease that was lost meanwhile ends it when etcd serves again."""
+    serving.needed.serves = False
+    serving.pass_time(1)
+    serving.needed.serves = True
+    serving.crash_again(RESTART_POLICY.max_consecutive_failures + 2)
+    serving.pass_time(NEED_GRACE_S)
+    with pytest.raises(RuntimeFailedError):
+        serving.crash_again(RESTART_POLICY.max_consecutive_failures + 1)
+
+
 def test_each_change_of_state_is_logged_once(
     serving: World, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,7 +419,6 @@ def test_each_change_of_state_is_logged_once(
     said = [(r.levelname, r.getMessage().partition(' (')[0]) for r in caplog.records]
     assert said == [
         ('WARNING', 'engine 1 of 2: hung'),
-        ('WARNING', 'engine 1 of 2: restarting'),
         ('INFO', 'engine 1 of 2: starting'),
         ('INFO', 'engine 1 of 2: serving'),
     ]

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from apache_beam_vllm_dynamo import _loop
 from benchmarks._fault_leftovers import belongs_to
-from tests.support.processes import fds_of
+from tests.support.processes import children_of, fds_of
 
 # For what ends on its own a moment after a test.
 PATIENCE_S = 5.0
@@ -54,7 +54,7 @@ class Footprint:
 def footprint() -> Footprint:
     """What this process has now."""
     return Footprint(
-        children=frozenset(_children()),
+        children=frozenset(children_of(os.getpid())),
         threads=Counter(t.name for t in threading.enumerate() if _OURS.search(t.name)),
         descriptors=Counter(
             re.sub(r':\[\d+\]$', '', leads_to)
@@ -91,10 +91,3 @@ def processes_with(temporary: str) -> list[str]:
                 command = path.with_name('cmdline').read_bytes()
                 found.append(command.decode(errors='replace').replace('\0', ' '))
     return found
-
-
-def _children() -> Iterator[int]:
-    """Read from each thread's list, which costs no look at all other processes."""
-    for task in pathlib.Path('/proc/self/task').iterdir():
-        with contextlib.suppress(OSError):  # the thread has ended
-            yield from map(int, (task / 'children').read_text().split())
