@@ -138,14 +138,15 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """Starts the server on this worker, or shares one that runs.
 
         A server of the same model with the same settings is started once on a worker, whichever
-        step, reload or SDK process asks for it, and runs until the last of these processes ends.
+        step, reload or SDK process asks for it. What has been asked runs until the last of these
+        processes ends; until then it ends when all that was loaded is dropped or closed.
 
         Raises:
           ConfigurationError: Beam's model manager asks for it.
           StartError: It did not come up; the text holds the end of its log and what to do.
         """
         _check_no_model_manager()
-        return keep(_VLLMModelServer(self._runtime))
+        return _VLLMModelServer(self._runtime)
 
     def run_inference(
         self,
@@ -253,6 +254,8 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         server_id = model.server_id()
         if self._client is not None and self._client[0] == server_id:
             return self._client[1]
+        if isinstance(model, _VLLMModelServer):  # what Beam shares, it keeps and drops itself
+            keep(model)
         client = client_for(server_id, lambda: self._new_client(model))
         self._client = (server_id, client)
         return client

@@ -28,6 +28,7 @@ from apache_beam.ml.inference.base import (
     PredictionResult,
     RunInference,
 )
+from apache_beam.utils.multi_process_shared import MultiProcessShared
 
 from apache_beam_vllm_dynamo import (
     ChildExitedError,
@@ -37,6 +38,7 @@ from apache_beam_vllm_dynamo import (
     StartError,
     VLLMChatModelHandler,
     VLLMCompletionsModelHandler,
+    _model_server,
     _sharing,
 )
 from apache_beam_vllm_dynamo._device_lock import Claim, DeviceLocks
@@ -153,13 +155,15 @@ def test_a_server_that_is_dropped_without_a_word_has_left(directory: Path) -> No
 
 def test_what_was_loaded_outlives_a_stage_that_is_dropped(directory: Path) -> None:
     """Runners drop a stage that had no work for a minute; its model takes minutes to load."""
+    handler = native(directory)
     for _ in range(2):
-        native(directory).load_model()
+        assert len(handler.run_inference(['x'], handler.load_model())) == 1
     gc.collect()
     [pid] = starts(directory)
     assert runs(pid)
     assert users() == 1
-    native(directory).load_model().close()
+    [kept] = _model_server._kept.values()
+    kept.close()
     assert not runs(pid)
 
 
@@ -415,6 +419,28 @@ def test_what_was_given_up_says_why_and_the_next_load_starts_anew(
         first.endpoint()
     first.close()
     assert len(handler.run_inference(['x'], second)) == 1
+
+
+def test_what_beam_shares_ends_when_beam_deletes_it_unless_others_use_it(directory: Path) -> None:
+    """A handler of several models has the model that was used least make room for the next."""
+    handler = native(directory)
+
+    def shared(tag: str) -> MultiProcessShared[Any]:
+        path = str(directory)
+        return MultiProcessShared(handler.load_model, tag=tag, path=path, always_proxy=True)
+
+    old, new = shared('sharing_0'), shared('sharing_reload_10')
+    old.acquire()
+    model: Any = new.acquire()
+    assert users() == 2
+    old.unsafe_hard_delete()
+    assert users() == 1
+    [pid] = starts(directory)
+    assert runs(pid)
+    assert len(handler.run_inference(['x'], model)) == 1
+    new.release(model)
+    del model  # until then a thread that has answered it keeps what it asked last
+    wait_until('the server has ended', lambda: not runs(pid))
 
 
 def test_two_steps_with_one_handler_on_the_same_gpu_share_its_server(directory: Path) -> None:
