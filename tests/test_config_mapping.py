@@ -21,6 +21,7 @@ from apache_beam_vllm_dynamo import (
     VLLMChatModelHandler,
     VLLMCompletionsModelHandler,
 )
+from apache_beam_vllm_dynamo._checks import LONGEST_SECS
 from apache_beam_vllm_dynamo._config_mapping import (
     handler_from_mapping,
     runtime_config_from_mapping,
@@ -276,7 +277,7 @@ configs = st.builds(
     engine_kind=st.sampled_from(['cpu', 'simulated']),
     router_mode=st.sampled_from(['kv', 'round-robin']),
     discovery=st.sampled_from(['etcd', 'file']),
-    start_timeout_secs=st.floats(1, 1e6),
+    start_timeout_secs=st.floats(1, LONGEST_SECS),
     migration_limit=st.integers(0, 9),
     etcd_path=st.sampled_from([None, '/usr/bin/etcd']),
 )

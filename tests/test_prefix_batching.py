@@ -241,7 +241,7 @@ def test_no_input_makes_no_batch() -> None:
         ({'num_keys': 5000}, 'num_keys is 5000; it must be at most 4096.'),
         (
             {'max_batch_duration_secs': 0},
-            'max_batch_duration_secs is 0; it must be a number of seconds above 0.',
+            'max_batch_duration_secs is 0; it must be a number of seconds above 0, 604800 (a week)',
         ),
         ({'tokenizer': ''}, "tokenizer is ''; it must be the path of the model's tokenizer.json"),
         ({'tokenizer': 'x', 'prefix_fn': len}, 'tokenizer and prefix_fn exclude each other'),
