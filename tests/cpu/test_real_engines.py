@@ -74,6 +74,14 @@ def texts(handler: VLLMCompletionsModelHandler, model: Any, prompts: list[str]) 
     return [completion.choices[0].text for completion in ask(handler, model, prompts)]
 
 
+@pytest.fixture
+def template(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of a chat template that is not the model's own."""
+    path = tmp_path_factory.mktemp('template') / 'template.jinja'
+    path.write_text(TEMPLATE)
+    return str(path)
+
+
 def without_template(directory: pathlib.Path) -> str:
     """The model as a base model comes: prompts can be put to it, chats can not."""
     for path in pathlib.Path(MODEL).iterdir():
@@ -85,27 +93,41 @@ def without_template(directory: pathlib.Path) -> str:
     return str(directory)
 
 
-def test_greedy_completions_do_not_depend_on_the_server(tmp_path: pathlib.Path) -> None:
-    """Native vLLM, and Dynamo with one engine, which gets the model without a chat template."""
-    found: dict[str, list[str]] = {}
+def assert_the_template_of_the_user_is_used(handler: VLLMChatModelHandler, model: Any) -> None:
+    [answer] = ask(handler, model, [[OpenAIChatMessage('user', 'Hello')]])
+    # "Hello The word is:" is five or six tokens; the model's own template has thirty.
+    assert answer.usage.prompt_tokens < 12
+
+
+def test_greedy_completions_do_not_depend_on_the_server(
+    template: str, tmp_path: pathlib.Path
+) -> None:
+    """Native vLLM with a chat template of the user, and one engine of a model that has none."""
+    chat = VLLMChatModelHandler(MODEL, template, FLAGS, env_vars=ENV)
+    model = chat.load_model()
+    assert_the_template_of_the_user_is_used(chat, model)
+    of_native = texts(native(), model, PROMPTS)
+    model.close()
+
     base = without_template(tmp_path)
-    for name, handler in (
-        ('native', native()),
-        (
-            'one engine',
-            VLLMCompletionsModelHandler(base, FLAGS, use_dynamo=True, env_vars=CPU_ENV),
-        ),
-    ):
-        model = handler.load_model()
-        found[name] = texts(handler, model, PROMPTS)
-        model.close()
-    assert found['native'] == found['one engine']
-    assert 'Paris' in found['native'][0]
-
-
-def test_two_engines_share_prefixes_stay_on_loopback_and_one_that_hangs_is_replaced() -> None:
-    handler = dynamo(engines(2, hang_timeout_secs=10))
+    handler = VLLMCompletionsModelHandler(base, FLAGS, use_dynamo=True, env_vars=CPU_ENV)
     model = handler.load_model()
+    of_dynamo = texts(handler, model, PROMPTS)
+    model.close()
+
+    assert of_native == of_dynamo
+    assert 'Paris' in of_native[0]
+
+
+def test_two_engines_share_prefixes_stay_on_loopback_and_one_that_hangs_is_replaced(
+    template: str,
+) -> None:
+    config = engines(2, hang_timeout_secs=10)
+    chat = VLLMChatModelHandler(MODEL, template, use_dynamo=True, dynamo_runtime_config=config)
+    model = chat.load_model()
+    assert_the_template_of_the_user_is_used(chat, model)
+
+    handler = dynamo(config)
     [first] = ask(handler, model, [DOCUMENT + 'Who?'])
     [second] = ask(handler, model, [DOCUMENT + 'Where?'])
     assert first.usage.prompt_tokens > 384
@@ -185,29 +207,10 @@ def test_the_native_server_runs_data_parallel_and_is_replaced_when_a_rank_hangs(
         os.kill(hung, signal.SIGSTOP)
 
 
-@pytest.mark.parametrize('server', ['native', 'dynamo'])
-def test_a_chat_template_of_the_user_replaces_the_models_own(
-    server: str, tmp_path: pathlib.Path
-) -> None:
-    template = tmp_path / 'template.jinja'
-    template.write_text(TEMPLATE)
-    if server == 'native':
-        handler = VLLMChatModelHandler(MODEL, str(template), FLAGS, env_vars=ENV)
-    else:
-        config = engines(1)
-        handler = VLLMChatModelHandler(
-            MODEL, str(template), use_dynamo=True, dynamo_runtime_config=config
-        )
-    model = handler.load_model()
-    [answer] = ask(handler, model, [[OpenAIChatMessage('user', 'Hello')]])
-    # "Hello The word is:" is five or six tokens; the model's own template has thirty.
-    assert answer.usage.prompt_tokens < 12
-
-
 OWNER = """
 import sys
 from tests.cpu.test_real_engines import dynamo, engines
-model = dynamo(engines(2)).load_model()
+model = dynamo(engines(1)).load_model()
 print('serving', flush=True)
 sys.stdin.read()
 """
@@ -226,7 +229,7 @@ def test_nothing_outlives_a_killed_owner() -> None:
         assert owner.stdout is not None
         assert owner.stdout.readline() == 'serving\n'
         names = [name for name, _ in processes_with(token)]
-        assert sum('VLLM::' in name for name in names) >= 2
+        assert any('VLLM::' in name for name in names)
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         wait_until('all processes are gone', lambda: not processes_with(token), timeout_s=10)
