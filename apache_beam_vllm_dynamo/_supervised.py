@@ -7,6 +7,7 @@ leaves nothing behind when it fails or is given up, a supervisor while it runs, 
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
 import os
 import threading
@@ -145,8 +146,10 @@ class SupervisedRuntime(abc.ABC):
         where something has to be killed.
         """
         self._closed.set()
-        self._take_down(reason)
-        self._release_locks()
+        try:
+            self._take_down(reason)
+        finally:
+            self._release_locks()
 
     @abc.abstractmethod
     def _bring_up(self, directory: Path, deadline: float) -> None:
@@ -222,14 +225,14 @@ class SupervisedRuntime(abc.ABC):
             directory, self._directory = self._directory, None
             self._ready = False
             self._forget_addresses()
-        if supervisor is not None:
-            supervisor.end()
-        for step in self._stop_steps():
-            stop_all([s.process for s in step if s.process is not None], reason)
-            for service in step:
-                service.stopped()
-        if directory is not None:
-            directory.remove()
+        with contextlib.ExitStack() as steps:
+            # They run from the last to the first, each also after one that raised.
+            if directory is not None:
+                steps.callback(directory.remove)
+            for step in reversed(self._stop_steps()):
+                steps.callback(_stop, step, reason)
+            if supervisor is not None:
+                steps.callback(supervisor.end)
 
     def _launch(self, renew: Callable[[bool], ServiceSpec], needs: Sequence[Need] = ()) -> Service:
         """Starts one service.
@@ -257,6 +260,12 @@ class SupervisedRuntime(abc.ABC):
         template = directory / 'chat_template.jinja'
         template.write_text(self._chat_template, encoding='utf-8')
         return template
+
+
+def _stop(step: Sequence[Service], reason: str) -> None:
+    stop_all([s.process for s in step if s.process is not None], reason)
+    for service in step:
+        service.stopped()
 
 
 def environment_of_worker(env: Mapping[str, str] | None) -> dict[str, str]:

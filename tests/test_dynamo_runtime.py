@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -25,9 +26,12 @@ from apache_beam_vllm_dynamo import (
     StartTimeoutError,
     VLLMCompletionsModelHandler,
     _dynamo_runtime,
+    _process,
+    _supervised,
 )
 from apache_beam_vllm_dynamo._addresses import Addresses, allocate, free_ports
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
+from apache_beam_vllm_dynamo._process import ManagedProcess
 from tests.support.processes import wait_until
 from tests.support.stacks import (
     FAKE_MODULES,
@@ -197,6 +201,25 @@ def test_a_closed_runtime_says_so_and_may_be_closed_again() -> None:
         with pytest.raises(RuntimeError, match='closed'):
             runtime.endpoint()
         assert {status.state for status in runtime.statuses()} == {'stopped'}
+
+
+def test_a_stop_goes_on_after_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[str] = []
+
+    def stop_all(processes: Iterable[ManagedProcess], reason: str) -> bool:
+        ended = _process.stop_all(processes, reason)
+        stopped.append(reason)
+        if len(stopped) == 1:
+            raise OSError('the first step has failed')
+        return ended
+
+    with started(simulated(1)) as runtime:
+        monkeypatch.setattr(_supervised, 'stop_all', stop_all)
+        with pytest.raises(OSError, match='the first step has failed'):
+            runtime.close()
+        assert len(stopped) == len(runtime.statuses())
+        assert pids_of_children() == set()
+        assert directories() == set()
 
 
 def gpu_runtime(log: str, *, devices: str = '0,1', exit_status: str = '1') -> _DynamoLocalRuntime:
