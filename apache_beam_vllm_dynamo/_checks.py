@@ -115,6 +115,40 @@ def check_disjoint(what: str, of_engines: Sequence[Sequence[object]]) -> None:
             owner[device] = index
 
 
+def check_memory_share(arguments: Mapping[str, ServerArgument]) -> None:
+    value = arguments.get('gpu-memory-utilization')
+    if value is None:
+        return
+    try:
+        share = float(value) if isinstance(value, (int, float, str)) else math.nan
+    except (ValueError, OverflowError):
+        share = math.nan
+    if isinstance(value, bool) or not 0 < share <= 1:
+        raise ConfigurationError(
+            f"vllm_server_kwargs['gpu-memory-utilization'] is {value!r}; it must be a share of the "
+            'memory, above 0 and at most 1.'
+        )
+
+
+def check_equal(flag: str, of_engines: Sequence[Mapping[str, ServerArgument]]) -> None:
+    """Refuses a flag that engines are given with different values.
+
+    One that is not given has a value that is not known here, and may be the same.
+    """
+    given = [
+        (number, arguments[flag])
+        for number, arguments in enumerate(of_engines, 1)
+        if arguments.get(flag) is not None
+    ]
+    for number, value in given:
+        first, expected = given[0]
+        if str(value) != str(expected):
+            raise ConfigurationError(
+                f'{flag!r} of engine {number} is {value!r}, but that of engine {first} is '
+                f'{expected!r}; the frontend serves engines that are alike only. Make them equal.'
+            )
+
+
 def positive_int_argument(
     arguments: Mapping[str, ServerArgument], flag: str, *, default: int
 ) -> int:

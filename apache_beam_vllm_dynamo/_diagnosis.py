@@ -98,6 +98,15 @@ KNOWN: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
             ),
         ),
         (
+            (r'Rejected incompatible workers',),
+            Diagnosis(
+                'engines differ',
+                'The frontend serves engines that are alike only. Give all engines the same flags, '
+                'but for their devices.',
+                lives_on=True,
+            ),
+        ),
+        (
             (
                 r'unrecognized arguments?|unknown arguments? specified|error: argument ',
                 r'invalid choice: |^ValueError: --[a-z-]+',

@@ -39,6 +39,9 @@ about ten seconds in place of five."""
 DEFAULT_MAX_NUM_SEQS = 256  # vLLM's own default for one engine
 
 _PARALLEL_SIZES = ('tensor-parallel-size', 'pipeline-parallel-size', 'data-parallel-size')
+# What an engine tells the frontend of itself; one that says another thing than the first that
+# came is left out for good.
+_ALIKE = ('block-size', 'max-model-len')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +92,7 @@ class DynamoVLLMEngineSpec:
             normalized('simulation_kwargs', self.simulation_kwargs),
         )
         _set(self, 'env', _checks.environment('env', self.env))
+        _checks.check_memory_share(self.vllm_server_kwargs)
         for name in self.env:
             _reserved.check_engine_variable(name)
         # Asked for here so that a number that is none fails here.
@@ -225,6 +229,8 @@ class DynamoRuntimeConfig:
                 _check_gpu_placement(self.listed_engines)
             if self.engine_kind == 'cpu':
                 _check_cpu_placement(self.listed_engines)
+            for flag in _ALIKE:
+                _checks.check_equal(flag, [spec.vllm_server_kwargs for spec in self.listed_engines])
         self._check_reserved()
 
     def _check_reserved(self) -> None:

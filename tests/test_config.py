@@ -151,6 +151,10 @@ SPEC_REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     ({'gpu_devices': ('GPU-',)}, ["gpu_devices holds 'GPU-'", 'UUID']),
     ({'gpu_devices': ('0', 0)}, ["gpu_devices names '0' twice", 'once']),
     ({'gpu_devices': ('MIG-a', 'MIG-a')}, ["gpu_devices names 'MIG-a' twice"]),
+    *(
+        ({'vllm_server_kwargs': {'gpu_memory_utilization': value}}, [repr(value), 'at most 1'])
+        for value in (0, -0.5, 1.01, 90, '90%', 'nan', True)
+    ),
     ({'cpu_cores': 3}, ['cpu_cores is 3', '(0, 1)']),
     ({'cpu_cores': '0,1'}, ["cpu_cores is '0,1'", '(0, 1)']),
     ({'cpu_cores': ('0',)}, ["cpu_cores is ('0',)", '(0, 1)']),
@@ -222,6 +226,20 @@ CONFIG_REFUSALS: list[tuple[dict[str, Any], list[str]]] = [
     (
         {'engines': (Spec(('0',)), Spec(('1',), {'tensor-parallel-size': '2'}))},
         ['engine 2 has 1 gpu_devices (1)', 'is 2'],
+    ),
+    (
+        {
+            'engines': (
+                Spec(('0',), {'block-size': 16}),
+                Spec(('1',)),
+                Spec(('2',), {'block-size': 32}),
+            )
+        },
+        ["'block-size' of engine 3 is 32", 'that of engine 1 is 16', 'Make them equal'],
+    ),
+    (
+        {'engines': (Spec(('0',), {'max_model_len': '1k'}), Spec(('1',), {'max-model-len': 2000}))},
+        ["'max-model-len' of engine 2 is 2000", "that of engine 1 is '1k'"],
     ),
     (
         {'engines': EnginesPerWorker(devices_per_engine=2)},

@@ -150,6 +150,11 @@ address protocol=HTTP address=127.0.0.1:21998 error=Address already in use (os e
         ('2026-11-30T05:55:46Z  WARN dynamo_llm::discovery::controller: Model materialization '
         'failed; scheduling retry error="chat pipeline requires preprocessed routing"'),
     ),
+    'frontend, engines with blocks of different sizes': (
+        'engines differ',
+        ('2026-12-01T03:43:43Z ERROR dynamo_llm::discovery::controller: Rejected incompatible '
+        'workers; the first accepted configuration retains the WorkerSet model=m'),
+    ),
     'Dynamo is not installed': (
         'package not installed',
         ("/venv/bin/python: Error while finding module specification for 'dynamo.vllm' "
@@ -321,6 +326,7 @@ def test_only_what_can_change_is_tried_again(cause: str) -> None:
         ('disk full', ['larger']),
         ('no chat template', ['chat_template.jinja', 'chat_template_path']),
         ('no tokenizer', ['tokenizer.json', 'save_pretrained']),
+        ('engines differ', ['same flags']),
         ('etcd not reachable', ['ETCD_ENDPOINTS']),
         ('setting refused', ['vllm_server_kwargs']),
     ],

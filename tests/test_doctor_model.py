@@ -14,7 +14,12 @@ from typing import Any
 
 import pytest
 
-from apache_beam_vllm_dynamo import ChildExitedError, DynamoRuntimeConfig, StartError
+from apache_beam_vllm_dynamo import (
+    ChildExitedError,
+    DynamoRuntimeConfig,
+    DynamoVLLMEngineSpec,
+    StartError,
+)
 from apache_beam_vllm_dynamo._config_mapping import HandlerKind, handler_from_mapping
 from apache_beam_vllm_dynamo._doctor_file import subject_from_mapping
 from apache_beam_vllm_dynamo._doctor_model import (
@@ -354,6 +359,24 @@ def test_a_start_ends_when_the_frontend_says_that_it_will_never_serve(model: Pat
     runtime = _DynamoLocalRuntime(str(model), simulated(start_timeout_secs=150.0))
     with pytest.raises(
         ChildExitedError, match=r'^frontend ended: it would never serve\. Dynamo serves no model w'
+    ):
+        runtime.start()
+
+
+@pytest.mark.usefixtures('nothing_left')
+def test_a_start_ends_when_the_frontend_leaves_out_an_engine_for_good(model: Path) -> None:
+    """One unlike the first; the frontend says so once, and both are healthy."""
+    speed = {'speedup-ratio': 10}
+    engines = (
+        DynamoVLLMEngineSpec(simulation_kwargs=speed),
+        DynamoVLLMEngineSpec(vllm_server_kwargs={'block-size': 32}, simulation_kwargs=speed),
+    )
+    runtime = _DynamoLocalRuntime(
+        str(model),
+        DynamoRuntimeConfig(engines, engine_kind='simulated', start_timeout_secs=150.0),
+    )
+    with pytest.raises(
+        ChildExitedError, match=r'^frontend ended: it would never serve\. The front'
     ):
         runtime.start()
 
