@@ -24,6 +24,7 @@ from apache_beam_vllm_dynamo._retry import (
     Again,
     Refused,
     RequestLimits,
+    RetryReason,
     Tries,
 )
 from apache_beam_vllm_dynamo._sender import Sender
@@ -146,6 +147,7 @@ class Dispatcher:
         self._suspects: SuspectLane[Job] = SuspectLane()
         self._in_flight = 0
         self._answered = 0
+        self._erring_since: float | None = None  # the first error since the last answer
         self._groups: set[JobGroup] = set()
         self._warned_at = -_WARN_EVERY_S
 
@@ -402,7 +404,7 @@ class Dispatcher:
                 return self._answer(job, result, took_s)
             if isinstance(result, Refused):
                 return self._failure(job, result, took_s)
-            result = tries.judge(result, self._answered, self._in_flight, now())
+            result = self._weigh(tries, result)
             wait_s = tries.wait_after(result, took_s, random.random)
             if wait_s is None:
                 return self._give_up(job, result, FINAL_KIND[result.reason], took_s)
@@ -413,9 +415,19 @@ class Dispatcher:
                 return wait_s
             await asyncio.sleep(wait_s)
 
+    def _weigh(self, tries: Tries, again: Again) -> Again:
+        now, erring_s = time.monotonic(), None
+        if again.reason is RetryReason.SERVER_ERROR:
+            if self._erring_since is None:
+                self._erring_since = now
+            else:
+                erring_s = now - self._erring_since
+        return tries.judge(again, self._answered, self._in_flight, now, erring_s)
+
     def _answer(self, job: Job, response: Response, took_s: float) -> Answer:
         assert job.first_sent_at is not None
         self._answered += 1
+        self._erring_since = None
         return Answer(
             response,
             took_s,

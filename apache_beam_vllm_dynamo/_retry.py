@@ -2,8 +2,8 @@
 
 Two limits, for two questions:
 
-* *Is the server there for anybody?* Overload (429, 529, 503), a model that is not routed yet
-  (503, or 404 with an empty body) and a refused connection say nothing about the element.
+* *Is the server there for anybody?* Overload (429, 529, 503), a model that is not routed yet or
+  not at the moment (503, or 404) and a refused connection say nothing about the element.
   They are waited out, however often they come, until the element has lost ``max_wait_s`` to
   them. ``max_retries`` does not count them: a frontend that is away for a minute would use up
   any count.
@@ -21,6 +21,11 @@ one loads its model again. So while :data:`CROWD` or more are in flight, of seve
 to one element only those are counted between which the server has answered somebody: without an
 engine that could, none can die. With fewer the frontend has no cause to be slow, and an element
 that kills its engine may well be the last one left.
+
+A frontend that has lost its way to the engines answers 500 until it has found it again or is
+replaced, and 500 is what an element gets that an engine fails on, too. So of all such answers to
+a crowd only the first is counted until somebody has been answered again, and all of them once
+that has gone on for :data:`ERRING_S`.
 
 ``element_timeout_s`` bounds both together.
 """
@@ -61,6 +66,8 @@ FIRST_BACKOFF_S = 0.1
 ENGINE_LOST_AFTER_S = 1.0
 # A frontend reads as many prompts of 100,000 tokens in ENGINE_LOST_AFTER_S.
 CROWD = 4
+# A frontend that lost etcd for longer than its lease answers so for some seconds until it ends.
+ERRING_S = 20.0
 # For a moment vLLM's own server says of a dead engine that it died to those that come later, too;
 # no engine is started again in so short a time.
 RESTART_TAKES_S = 2.0
@@ -138,6 +145,9 @@ _TOO_LARGE = 413  # its name changed between the versions of Python
 _MAY_BE_LENGTH = frozenset(
     {http.HTTPStatus.BAD_REQUEST, http.HTTPStatus.UNPROCESSABLE_ENTITY, _TOO_LARGE}
 )
+# Dynamo's 404 for a model whose last engine has left it. No element names a model of its own, so
+# it is never a wrong name.
+_NO_MODEL = 'Model not found'
 # What vLLM's own server answers with a 500 to all that its engine had when it died.
 _ENGINE_DEAD = 'EngineCore encountered an issue'
 # The type in the body of a 503 by which older releases of Dynamo said what 529 says now.
@@ -245,7 +255,9 @@ def _passing(status: int, body: bytes, said: ErrorBody, took_s: float) -> RetryR
         return RetryReason.ENGINE_LOST if lost else RetryReason.UNAVAILABLE
     if status in _BUSY:
         return RetryReason.OVERLOADED
-    if status == http.HTTPStatus.NOT_FOUND and not body.strip():
+    if status == http.HTTPStatus.NOT_FOUND and (
+        not body.strip() or said.message.startswith(_NO_MODEL)
+    ):
         return RetryReason.NOT_ROUTED
     if status == http.HTTPStatus.INTERNAL_SERVER_ERROR and said.message.startswith(_ENGINE_DEAD):
         return RetryReason.ENGINE_LOST
@@ -335,7 +347,9 @@ class Tries:
             self.retried.append(self.last.reason)
         self.attempts += 1
 
-    def judge(self, again: Again, answered: int, in_flight: int, now: float) -> Again:
+    def judge(
+        self, again: Again, answered: int, in_flight: int, now: float, erring_s: float | None
+    ) -> Again:
         """What the failure of the last attempt means beside those before it.
 
         Args:
@@ -343,7 +357,12 @@ class Tries:
           answered: How many requests the server has answered by now, whoever sent them.
           in_flight: How many are on their way, this one among them.
           now: Seconds that only ever grow.
+          erring_s: How many seconds ago the server answered with the first of the errors since
+            which it has answered nobody; ``None`` where this is the first.
         """
+        if again.reason is RetryReason.SERVER_ERROR:
+            others = erring_s is not None and erring_s < ERRING_S and in_flight >= CROWD
+            return dataclasses.replace(again, reason=RetryReason.UNAVAILABLE) if others else again
         if again.reason is not RetryReason.ENGINE_LOST:
             return again
         if again.status != http.HTTPStatus.SERVICE_UNAVAILABLE:

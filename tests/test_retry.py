@@ -12,6 +12,7 @@ import pytest
 from apache_beam_vllm_dynamo._retry import (
     CROWD,
     ENGINE_LOST_AFTER_S,
+    ERRING_S,
     FINAL_KIND,
     FIRST_BACKOFF_S,
     MAX_BACKOFF_S,
@@ -47,6 +48,7 @@ AGAIN: list[tuple[int, bytes, RetryReason]] = [
     (503, b'<html>', RetryReason.UNAVAILABLE),
     (404, b'', RetryReason.NOT_ROUTED),
     (404, b' \n', RetryReason.NOT_ROUTED),
+    (404, flat('Model not found', 'Not Found', 404), RetryReason.NOT_ROUTED),
     (408, b'', RetryReason.TIMEOUT),
     (504, flat('Request deadline exceeded'), RetryReason.TIMEOUT),
     (500, flat('Internal error'), RetryReason.SERVER_ERROR),
@@ -68,7 +70,7 @@ REFUSED: list[tuple[int, bytes, ErrorKind]] = [
     (400, nested(ENGINE_DEAD), ErrorKind.INVALID_REQUEST),
     (401, b'', ErrorKind.INVALID_REQUEST),
     (403, b'', ErrorKind.INVALID_REQUEST),
-    (404, flat('Model not found', 'Not Found', 404), ErrorKind.INVALID_REQUEST),
+    (404, nested('The model `other` does not exist.'), ErrorKind.INVALID_REQUEST),
     (404, b'{"detail": "Not Found"}', ErrorKind.INVALID_REQUEST),
     (405, b'', ErrorKind.INVALID_REQUEST),
     (413, b'', ErrorKind.INVALID_REQUEST),
@@ -323,7 +325,7 @@ def test_an_engine_that_died_can_die_again_only_once_it_has_answered_somebody() 
     """Until then a late refusal comes of a frontend that is slow, and is waited out."""
     tries = Tries(RequestLimits(max_retries=1))
     lost = Again(RetryReason.ENGINE_LOST, 503, '')
-    judged = [tries.judge(lost, answered, CROWD, 0.0).reason for answered in (7, 7, 7, 8, 8)]
+    judged = [tries.judge(lost, answered, CROWD, 0.0, None).reason for answered in (7, 7, 7, 8, 8)]
     died, away = RetryReason.ENGINE_LOST, RetryReason.UNAVAILABLE
     assert judged == [died, away, away, died, away]
 
@@ -332,20 +334,33 @@ def test_an_element_that_is_nearly_alone_is_to_blame_for_each_death() -> None:
     """No crowd makes the frontend slow, and all others may have been answered."""
     tries = Tries(RequestLimits())
     lost = Again(RetryReason.ENGINE_LOST, 503, '')
-    assert [tries.judge(lost, 7, CROWD - 1, 0.0) for _ in range(3)] == [lost] * 3
+    assert [tries.judge(lost, 7, CROWD - 1, 0.0, None) for _ in range(3)] == [lost] * 3
 
 
 def test_an_engine_that_is_said_to_be_dead_has_died_once_until_it_can_be_back() -> None:
     tries = Tries(RequestLimits())
     dead = Again(RetryReason.ENGINE_LOST, 500, '')
     times = (10.0, 10.1, 11.9, 10.0 + RESTART_TAKES_S, 13.0)
-    judged = [tries.judge(dead, 7, CROWD, now).reason for now in times]
+    judged = [tries.judge(dead, 7, CROWD, now, None).reason for now in times]
     died, away = RetryReason.ENGINE_LOST, RetryReason.UNAVAILABLE
     assert judged == [died, away, away, died, away]
 
 
-def test_nothing_but_a_late_refusal_is_judged_by_what_others_got() -> None:
+def test_an_error_of_a_server_that_answers_nobody_is_waited_out_for_a_while() -> None:
+    """A frontend that has lost its engines gives it to all; some prompts get it from an engine."""
+    error = Again(RetryReason.SERVER_ERROR, 500, '')
+    own, away = RetryReason.SERVER_ERROR, RetryReason.UNAVAILABLE
+
+    def judged(in_flight: int, erring_s: float | None) -> RetryReason:
+        return Tries(RequestLimits()).judge(error, 7, in_flight, 0.0, erring_s).reason
+
+    assert [judged(CROWD, since) for since in (None, 0.0, 5.0)] == [own, away, away]
+    assert judged(CROWD, ERRING_S) is own
+    assert judged(CROWD - 1, 5.0) is own
+
+
+def test_no_other_failure_is_judged_by_what_others_got() -> None:
     tries = Tries(RequestLimits())
-    for reason in set(RetryReason) - {RetryReason.ENGINE_LOST}:
+    for reason in set(RetryReason) - {RetryReason.ENGINE_LOST, RetryReason.SERVER_ERROR}:
         again = Again(reason, None, '')
-        assert [tries.judge(again, 0, CROWD, 0.0) for _ in range(3)] == [again] * 3
+        assert [tries.judge(again, 0, CROWD, 0.0, None) for _ in range(3)] == [again] * 3

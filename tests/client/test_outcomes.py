@@ -262,6 +262,27 @@ def test_a_server_that_is_away_and_slow_to_say_so_uses_up_no_retries(
         assert all(isinstance(other, Answer) for other in others)
 
 
+def test_a_frontend_without_its_engines_uses_up_no_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every element gets more errors than it has retries; those count only after an answer."""
+    monkeypatch.setattr(_retry, 'MAX_BACKOFF_S', 0.1)
+    with (
+        FakeServer() as server,
+        InferenceClient(lambda: server.url, WINDOW, RequestLimits(max_retries=6)) as client,
+    ):
+        outcomes = client.run(build(*(f'[status=500,20] {n}' for n in range(2 * CROWD))))
+    assert texts(outcomes) == [f'[STATUS=500,20] {n}' for n in range(2 * CROWD)]
+
+
+def test_a_server_that_fails_all_and_goes_on_so_fails_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_retry, 'ERRING_S', 0.5)
+    with (
+        FakeServer() as server,
+        InferenceClient(lambda: server.url, WINDOW, RequestLimits(max_retries=1)) as client,
+    ):
+        outcomes = client.run(build(*(f'[status=500] {n}' for n in range(2 * WINDOW))))
+    assert texts(outcomes) == [ErrorKind.ENGINE_DIED] * 2 * WINDOW
+
+
 def test_an_element_that_kills_its_engine_and_is_left_alone_fails(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
