@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from tests.support import leaks
 from tests.support.leaks import nothing_leaks, processes_with
-from tests.support.processes import wait_until
+from tests.support.processes import ROOT, wait_until
 
 
 @contextlib.contextmanager
@@ -46,6 +47,34 @@ def pipe() -> Iterator[None]:
 def file() -> Iterator[None]:
     with tempfile.NamedTemporaryFile():
         yield
+
+
+# In a process without Beam's own sockets.
+LIVES = """
+import os, threading
+from apache_beam_vllm_dynamo import VLLMCompletionsModelHandler, _clients
+from tests.support.processes import fds_of
+from tests.support.stacks import MODEL, simulated
+
+handler = VLLMCompletionsModelHandler(MODEL, use_dynamo=True, dynamo_runtime_config=simulated(1))
+for _ in range(2):
+    model = handler.load_model()
+    [result] = handler.run_inference(['one'], model, {'max_tokens': 1})
+    assert result.inference.usage.completion_tokens == 1
+    model.close()
+    _clients.close_all()
+    kinds = sorted(leads_to.partition('[')[0] for leads_to in fds_of().values())
+    print(kinds, sorted(thread.name for thread in threading.enumerate()))
+"""
+
+
+def test_the_life_of_a_stack_leaves_no_descriptor_of_any_kind_and_no_thread() -> None:
+    ran = subprocess.run(
+        (sys.executable, '-c', LIVES), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    first, second = ran.stdout.splitlines()
+    assert first == second
+    assert first.endswith(" ['MainThread']")
 
 
 @pytest.mark.parametrize(
