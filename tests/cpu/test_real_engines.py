@@ -162,7 +162,7 @@ def answering(handler: VLLMCompletionsModelHandler, model: Any) -> Iterator[int]
     try:
         yield max(pid for pid in pids_of_children() if b'EngineCore' in command_line(pid))
     finally:
-        asking.join(240)
+        asking.join(600)
     assert [result.example for result in results] == prompts
     assert {result.inference.usage.completion_tokens for result in results} == {80}
     [error] = [status.last_error for status in model.status() if status.last_error]

@@ -12,7 +12,7 @@ MODEL = str(FULL_DIRECTORY)
 
 ON_REAL_ENGINES = [
     pytest.mark.cpu,
-    pytest.mark.timeout(400),
+    pytest.mark.timeout(900),  # an idle machine needs a fifth of it
     pytest.mark.usefixtures('nothing_left'),
     pytest.mark.skipif(
         importlib.util.find_spec('vllm') is None or not FULL_DIRECTORY.is_dir(),
