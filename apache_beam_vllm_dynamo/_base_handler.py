@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar
 
 from apache_beam.io.filesystem import BeamIOError
@@ -17,7 +19,7 @@ from apache_beam_vllm_dynamo import _metrics, _reuse
 from apache_beam_vllm_dynamo._arguments import ServerArgument
 from apache_beam_vllm_dynamo._checks import check_seconds, environment
 from apache_beam_vllm_dynamo._client import InferenceClient
-from apache_beam_vllm_dynamo._clients import client_for
+from apache_beam_vllm_dynamo._clients import Address, ServerClient, client_for
 from apache_beam_vllm_dynamo._compatible import compatible_config
 from apache_beam_vllm_dynamo._dynamo_runtime import _DynamoLocalRuntime
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer, keep
@@ -125,7 +127,7 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         self._server_env = environment('env_vars', options.pop('env_vars', None) or {})
         self._collects_over_bundles = batching['max_batch_duration_secs'] is not None
         super().__init__(**self._with_batch_sizes(batching), **options)
-        self._client: tuple[str, InferenceClient] | None = None
+        self._client: tuple[str, ServerClient] | None = None
         self._recorded: _metrics.InferenceMetrics | None = None
 
     def __repr__(self) -> str:
@@ -172,7 +174,8 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
         """
         builder = self.request_builder(inference_args)
         requests = [builder.build(element) for element in batch]
-        outcomes = self.client_for(model).run(requests, self._limits)
+        with self.asking(model) as client:
+            outcomes = client.run(requests, self._limits)
         self.record_outcomes(requests, outcomes)
         self.end_bundle(model)
         failures = [
@@ -249,16 +252,18 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             self._model_name, self._endpoint, inference_args, under_dynamo=self._use_dynamo
         )
 
-    def client_for(self, model: _VLLMModelServer) -> InferenceClient:
-        """The process's client of this server."""
+    @contextlib.contextmanager
+    def asking(self, model: _VLLMModelServer) -> Iterator[InferenceClient]:
+        """The process's client of this server, which looks it up through ``model`` meanwhile."""
         server_id = model.server_id()
-        if self._client is not None and self._client[0] == server_id:
-            return self._client[1]
-        if isinstance(model, _VLLMModelServer):  # what Beam shares, it keeps and drops itself
-            keep(model)
-        client = client_for(server_id, lambda: self._new_client(model))
-        self._client = (server_id, client)
-        return client
+        if self._client is None or self._client[0] != server_id:
+            if isinstance(model, _VLLMModelServer):  # what Beam shares, it keeps and drops itself
+                keep(model)
+            make = functools.partial(self._new_client, model)
+            self._client = (server_id, client_for(server_id, make))
+        found = self._client[1]
+        with found.address.through(model):
+            yield found.client
 
     def result_of(self, element: ElementT, outcome: Outcome) -> PredictionResult:
         """What comes out for an element."""
@@ -300,7 +305,11 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             if self._endpoint is Endpoint.COMPLETIONS:
                 template = template_for_prompts(self._model_name, self._config, env)
             return _DynamoLocalRuntime(
-                self._model_name, self._config, chat_template=template, env=env
+                self._model_name,
+                self._config,
+                chat_template=template,
+                env=env,
+                named=self._server_env.keys(),
             )
         timeouts = DynamoRuntimeConfig(**self._timeouts)
         return NativeVLLMRuntime(
@@ -311,12 +320,13 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
             stop_timeout_s=timeouts.stop_timeout_secs,
             hang_timeout_s=timeouts.hang_timeout_secs,
             env=env,
+            named=self._server_env.keys(),
         )
 
-    def _new_client(self, model: _VLLMModelServer) -> InferenceClient:
+    def _new_client(self, model: _VLLMModelServer, address: Address) -> InferenceClient:
         window = self._max_in_flight or model.window()
         open_prefixes = model.kv_caches() if self._order_by_prefix else 0
-        return InferenceClient(model.endpoint, window, open_prefixes=open_prefixes)
+        return InferenceClient(address, window, open_prefixes=open_prefixes)
 
     def _expected_window(self) -> int:
         """The window, as far as it is known before a worker has counted its devices."""

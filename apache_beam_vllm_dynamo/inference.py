@@ -8,6 +8,7 @@ elements of a bundle, and emits each result when it is there.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 import uuid
@@ -25,7 +26,7 @@ from apache_beam.utils.shared import Shared
 from apache_beam.utils.windowed_value import WindowedValue
 
 from apache_beam_vllm_dynamo._base_handler import VLLMModelHandler
-from apache_beam_vllm_dynamo._client import InferenceClient, RequestStream
+from apache_beam_vllm_dynamo._client import RequestStream
 from apache_beam_vllm_dynamo._model_server import _VLLMModelServer
 from apache_beam_vllm_dynamo._requests import PreparedRequest, RequestBuilder
 from apache_beam_vllm_dynamo._responses import Answer, Outcome
@@ -190,7 +191,7 @@ class _InferenceDoFn(beam.DoFn):
         self._load_ms: int | None = None
         self._model: _VLLMModelServer | None = None
         self._builder: RequestBuilder | None = None
-        self._client: InferenceClient | None = None
+        self._asking = contextlib.ExitStack()
         self._stream: RequestStream[_Asked] | None = None
         self._asked = 0
         self._failures: list[tuple[int, InferenceError]] = []
@@ -207,7 +208,7 @@ class _InferenceDoFn(beam.DoFn):
         self._asked = 0
         self._failures = []
         assert self._model is not None
-        self._client = client = self._handler.client_for(self._model)
+        client = self._asking.enter_context(self._handler.asking(self._model))
         self._stream = client.stream(
             PENDING_WINDOWS * client.window,
             WAITING_BYTES,
@@ -278,6 +279,7 @@ class _InferenceDoFn(beam.DoFn):
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        self._asking.close()
 
 
 def _mapped(

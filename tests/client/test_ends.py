@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from apache_beam_vllm_dynamo._client import InferenceClient
-from apache_beam_vllm_dynamo._clients import client_for
+from apache_beam_vllm_dynamo._clients import Address, client_for
 from apache_beam_vllm_dynamo._loop import loop_thread
 from apache_beam_vllm_dynamo._responses import Failure
 from apache_beam_vllm_dynamo._retry import RequestLimits
@@ -175,13 +175,13 @@ def test_a_forked_child_has_a_loop_of_its_own(client: InferenceClient, server: F
 
 @pytest.mark.filterwarnings('ignore:.*fork.*:DeprecationWarning')
 def test_a_child_forked_while_a_thread_makes_a_client_can_make_its_own() -> None:
-    def make() -> InferenceClient:
-        assert in_a_fork(lambda: client_for('another', lambda: of_the_fork) is of_the_fork)
+    def make(_: Address) -> InferenceClient:
+        assert in_a_fork(lambda: client_for('two', lambda _: of_the_fork).client is of_the_fork)
         return of_the_parent
 
     of_the_fork = InferenceClient(lambda: '', WINDOW)
     of_the_parent = InferenceClient(lambda: '', WINDOW)
-    assert client_for('one', make) is of_the_parent
+    assert client_for('one', make).client is of_the_parent
 
 
 def test_a_process_that_ends_with_an_open_client_is_quiet(server: FakeServer) -> None:
