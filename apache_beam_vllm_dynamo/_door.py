@@ -141,8 +141,10 @@ class Caller:
     def __init__(self, address: str) -> None:
         self._lock = threading.Lock()
         end = socket.socket(socket.AF_UNIX)
+        end.settimeout(ANSWER_BOUND_S)  # the queue of one who takes nobody in may be full
         try:
             end.connect(address)
+            end.settimeout(None)
         except OSError as error:
             end.close()
             raise LineLostError(str(error)) from error

@@ -8,7 +8,7 @@ import shutil
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -57,6 +57,7 @@ class _DynamoLocalRuntime(SupervisedRuntime):
       config: The engines and the router.
       chat_template: The text of a chat template over the model's own, or ``None``.
       env: The worker's environment; the process's own when ``None``. It is never changed.
+      named: The variables of it that were set for these servers.
       topology: The worker's devices; looked up when ``None``.
     """
 
@@ -69,6 +70,7 @@ class _DynamoLocalRuntime(SupervisedRuntime):
         *,
         chat_template: str | None = None,
         env: Mapping[str, str] | None = None,
+        named: Collection[str] = (),
         topology: Topology | None = None,
     ) -> None:
         base_env = environment_of_worker(env)
@@ -85,6 +87,7 @@ class _DynamoLocalRuntime(SupervisedRuntime):
             description=f'model {model_name!r} (Dynamo, {engines}, {self._config.router_mode})',
             claims=_claims(config, self._config, topology),
             env=base_env,
+            named=named,
             chat_template=chat_template,
             start_timeout_s=config.start_timeout_secs,
         )

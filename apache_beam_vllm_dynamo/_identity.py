@@ -9,7 +9,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 # What the servers read of the environment; the rest of it may differ from process to process.
@@ -52,13 +52,18 @@ def _version(package: str) -> str | None:
         return None
 
 
-def settings_of(env: Mapping[str, str]) -> dict[str, str]:
-    """What counts of a server's environment: what was set for it, or is read by it."""
+def settings_of(env: Mapping[str, str], named: Collection[str] = ()) -> dict[str, str]:
+    """What counts of a server's environment: what is read by it, and what was set for it.
+
+    Args:
+      env: All of it.
+      named: The variables that were set for it. What the process itself has of them does not
+        matter: a library may have set it since, in this process alone.
+    """
     return {
         name: value
         for name, value in env.items()
-        if os.environ.get(name) != value
-        or (name.startswith(_SERVER_VARIABLES) and name not in _SET_BY_LIBRARIES)
+        if name in named or (name.startswith(_SERVER_VARIABLES) and name not in _SET_BY_LIBRARIES)
     }
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from apache_beam_vllm_dynamo._restart import ChildStatus
 from apache_beam_vllm_dynamo._runtime import Runtime
 from apache_beam_vllm_dynamo._sharing import Place
+from apache_beam_vllm_dynamo.errors import RuntimeFailedError
 
 _running: weakref.WeakSet[_VLLMModelServer] = weakref.WeakSet()
 _kept: dict[str, _VLLMModelServer] = {}  # by identity
@@ -26,8 +27,15 @@ def keep(server: _VLLMModelServer) -> _VLLMModelServer:
     A runner drops the stages that have had no work for a minute, and with them their models; the
     next element would wait for minutes until the model is loaded again.
     """
-    _kept[server.identity] = server  # one of them is enough, however often it is loaded
+    kept = _kept.get(server.identity)
+    if kept is None or not kept.is_open:  # one is enough, however often it is loaded
+        _kept[server.identity] = server
     return server
+
+
+def _keep_no_longer(server: _VLLMModelServer) -> None:
+    if _kept.get(server.identity) is server:
+        del _kept[server.identity]
 
 
 def close_all() -> None:
@@ -39,9 +47,10 @@ def close_all() -> None:
 class _VLLMModelServer:
     """A server that has started.
 
-    It ends when all objects that stand for it are dropped or closed, in whichever process they
-    are, and, through the lifelines of its processes, when the process that runs it is killed;
-    where others still use it then, one of them starts it again.
+    It ends when all objects that stand for it are closed, or dropped where the process does not
+    keep them (``keep``), in whichever process they are, and, through the lifelines of its
+    processes, when the process that runs it is killed; where others still use it then, one of
+    them starts it again.
 
     Args:
       make: Makes what runs it, not started.
@@ -56,6 +65,11 @@ class _VLLMModelServer:
         self._finalizer = weakref.finalize(self, self._place.leave)
         self.identity = self._place.identity
         _running.add(self)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it still stands for the server."""
+        return self._finalizer.alive
 
     def server_id(self) -> str:
         """A name that tells this load from every other."""
@@ -78,7 +92,11 @@ class _VLLMModelServer:
           RuntimeFailedError: The server is gone for good.
           StartError: It did not come up again.
         """
-        return self._place.endpoint()
+        try:
+            return self._place.endpoint()
+        except RuntimeFailedError:
+            _keep_no_longer(self)  # whoever loads it after that starts it anew
+            raise
 
     def status(self) -> tuple[ChildStatus, ...]:
         """The state, process id, devices, restarts and last error of each process."""
@@ -94,6 +112,5 @@ class _VLLMModelServer:
 
     def close(self) -> None:
         """Gives the server up, and ends it if nobody else uses it; twice is no error."""
-        if _kept.get(self.identity) is self:
-            del _kept[self.identity]
+        _keep_no_longer(self)
         self._finalizer()

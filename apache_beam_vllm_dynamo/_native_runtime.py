@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import ClassVar
@@ -39,6 +39,7 @@ class NativeVLLMRuntime(SupervisedRuntime):
       stop_timeout_s: How long the server is given to end by itself, in seconds.
       hang_timeout_s: How long it may leave requests for one token unanswered, in seconds.
       env: The worker's environment; the process's own when ``None``. It is never changed.
+      named: The variables of it that were set for these servers.
     """
 
     _noun: ClassVar[str] = 'server'
@@ -53,6 +54,7 @@ class NativeVLLMRuntime(SupervisedRuntime):
         stop_timeout_s: float,
         hang_timeout_s: float,
         env: Mapping[str, str] | None = None,
+        named: Collection[str] = (),
     ) -> None:
         base_env = environment_of_worker(env)
         self._model_name = model_name
@@ -68,6 +70,7 @@ class NativeVLLMRuntime(SupervisedRuntime):
             description=f'model {model_name!r} (native vLLM)',
             claims=gpu_claims((), len(self._gpus), self._gpus, topology.uuids),
             env=base_env,
+            named=named,
             chat_template=chat_template,
             start_timeout_s=start_timeout_s,
         )

@@ -47,6 +47,10 @@ class Runtime(Serving, Protocol):
         """What it is, for messages."""
 
     @property
+    def ending(self) -> bool:
+        """Whether it has ended, or is about to."""
+
+    @property
     def failure(self) -> RuntimeFailedError | None:
         """Why it was given up, if it was."""
 

@@ -10,6 +10,7 @@ last of its servers is gone, and the first of them starts it again.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,7 +25,7 @@ from apache_beam_vllm_dynamo._door import Caller, Door, LineLostError
 from apache_beam_vllm_dynamo._lock_files import LockFile, lock_directory, owner_of, read_note
 from apache_beam_vllm_dynamo._restart import ChildStatus
 from apache_beam_vllm_dynamo._runtime import Events, Runtime, Serving
-from apache_beam_vllm_dynamo.errors import DevicesBusyError, RuntimeFailedError
+from apache_beam_vllm_dynamo.errors import DevicesBusyError, RuntimeFailedError, StartError
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -90,19 +91,27 @@ class Place:
             except LineLostError as error:
                 _LOGGER.warning('The process that ran the servers does not answer: %s', error)
                 self._find_again(access)
+            except RuntimeFailedError:
+                # It stays given up, but others may have started it anew.
+                if not self._join_again(access):
+                    raise
 
     def statuses(self) -> tuple[ChildStatus, ...]:
         """What is known of each process; nothing while nobody runs it."""
+        access = self._access
         try:
-            return self._access.statuses()
+            return access.statuses()
         except LineLostError:
+            self._join_again(access)
             return ()
 
     def take_events(self) -> dict[str, int]:
         """What happened since anybody asked last, by the name of a metric, each once."""
+        access = self._access
         try:
-            return self._access.take_events()
+            return access.take_events()
         except LineLostError:
+            self._join_again(access)
             return {}
 
     def leave(self) -> None:
@@ -129,11 +138,31 @@ class Place:
             except Exception as error:
                 self._failure = error
                 raise
-            with self._lock:
-                if not self._left.is_set():
-                    self._access = access
-                    self._process = os.getpid()  # a fork may have found it for itself
-                    return
+            self._move(access)
+
+    def _join_again(self, lost: Access) -> bool:
+        """Joins who runs it now, if anybody does, and starts nothing; whether there is another.
+
+        Who ran it may have been silent for a moment only, and would end it without this place.
+        """
+        if not self._looking.acquire(blocking=False):
+            return False  # another thread looks for it, which may take as long as a start
+        try:
+            if self._access is lost and not self._left.is_set():
+                access = _join(self.identity)
+                if access is not None:
+                    lost.leave()
+                    self._move(access)
+            return self._access is not lost
+        finally:
+            self._looking.release()
+
+    def _move(self, access: Access) -> None:
+        with self._lock:
+            if not self._left.is_set():
+                self._access = access
+                self._process = os.getpid()  # a fork may have found it for itself
+                return
         access.leave()  # closed meanwhile
 
 
@@ -152,7 +181,7 @@ def _find(runtime: Runtime, identity: str) -> Access:
       DevicesBusyError: Somebody runs it, and cannot be reached.
       StartError: It did not come up.
     """
-    path = lock_directory() / f'server-{identity}.lock'
+    path = _lock_path(identity)
     waiting = _Waiting(runtime.description, path)
     while True:
         with _hosts_lock:
@@ -170,6 +199,26 @@ def _find(runtime: Runtime, identity: str) -> Access:
             return guest
         waiting.look()
         time.sleep(LOOK_INTERVAL_S)
+
+
+def _join(identity: str) -> Access | None:
+    """A place with who runs it and serves; ``None`` where nobody does."""
+    with _hosts_lock:
+        host = _hosts.get(identity)
+        joined = host is not None and host.admit()
+    if host is None or not joined:
+        with contextlib.suppress(StartError):
+            return _visit(_lock_path(identity))
+        return None
+    with contextlib.suppress(StartError):
+        if host.has_started(0):
+            return _Resident(host)
+    host.leave()
+    return None
+
+
+def _lock_path(identity: str) -> Path:
+    return lock_directory() / f'server-{identity}.lock'
 
 
 class _Waiting:
@@ -228,8 +277,12 @@ def _begin(runtime: Runtime, identity: str, path: Path) -> _Host | None:
     return host
 
 
-def _visit(path: Path, waiting: _Waiting) -> Access | None:
+def _visit(path: Path, waiting: _Waiting | None = None) -> Access | None:
     """A place with the process that runs it; ``None`` if it does not let anybody in.
+
+    Args:
+      path: Its lock.
+      waiting: The wait that a start is part of; without one, a start is not waited for.
 
     Raises:
       StartError: It did not come up.
@@ -244,14 +297,14 @@ def _visit(path: Path, waiting: _Waiting) -> Access | None:
         return None
     _LOGGER.info('Sharing %s of process %s.', note.get('what'), note.get('pid'))
     try:
-        while (size := caller.ask('join')) == STARTING:
+        while (size := caller.ask('join')) == STARTING and waiting is not None:
             waiting.hear_of_start()
     except LineLostError:
         size = None
     except BaseException:
         caller.close()
         raise
-    if size is None:
+    if size is None or size == STARTING:
         caller.close()
         return None
     return _Remote(caller, *size)
@@ -300,15 +353,20 @@ class _Host:
 
     def admit(self) -> bool:
         """Takes a place, if there are any to be had."""
-        if self._process != os.getpid():
-            return False  # a fork has a copy of it, and none of its servers
+        if not self._is_here():
+            return False
         with _hosts_lock:
             if self.runtime.failure is not None:
                 self._retire()
                 self._lock.close()  # its processes are gone; who still has it only asks why
-            if self._open:
-                self._users += 1
-            return self._open
+            admitted = self._open and not self.runtime.ending
+            self._users += admitted
+            return admitted
+
+    def check_process(self) -> None:
+        """Raises LineLostError in a fork of the process that runs it."""
+        if not self._is_here():
+            raise LineLostError('this process is a fork of the one that started them')
 
     def await_start(self) -> bool:
         """Waits, with a place, for the start; whether it was not given up.
@@ -341,6 +399,8 @@ class _Host:
 
     def leave(self) -> None:
         """Gives a place up; the last one ends the runtime."""
+        if not self._is_here():
+            return
         with _hosts_lock:
             self._users -= 1
             if self._users:
@@ -350,6 +410,10 @@ class _Host:
         self._door.close()
         self.runtime.close('nobody uses it any more')
         self._lock.close()
+
+    def _is_here(self) -> bool:
+        # A fork has a copy of it, and none of its servers.
+        return self._process == os.getpid()
 
     def _retire(self) -> None:
         """Lets nobody else in; called with the lock."""
@@ -374,12 +438,15 @@ class _Resident:
         self.kv_caches = host.runtime.kv_caches
 
     def endpoint(self) -> str:
+        self._host.check_process()
         return self._host.runtime.endpoint()
 
     def statuses(self) -> tuple[ChildStatus, ...]:
+        self._host.check_process()
         return self._host.runtime.statuses()
 
     def take_events(self) -> dict[str, int]:
+        self._host.check_process()
         return self._host.events.take()
 
     def leave(self) -> None:

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -38,6 +38,7 @@ class SupervisedRuntime(abc.ABC):
       description: What it is, for the messages of others.
       claims: What it needs of devices while its processes live; see ``DeviceLocks``.
       env: The worker's environment, which is never changed.
+      named: The variables of it that were set for these servers.
       chat_template: The text of a chat template over the model's own, or ``None``.
       start_timeout_s: How long the start may take, in seconds, model load included.
     """
@@ -52,6 +53,7 @@ class SupervisedRuntime(abc.ABC):
         description: str,
         claims: Sequence[Claim],
         env: Mapping[str, str],
+        named: Collection[str],
         chat_template: str | None,
         start_timeout_s: float,
     ) -> None:
@@ -61,7 +63,7 @@ class SupervisedRuntime(abc.ABC):
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._identity = identity_of(
-            type(self).__name__, installation(), chat_template, settings_of(env), *settings
+            type(self).__name__, installation(), chat_template, settings_of(env, named), *settings
         )
         self._description = description
         self._locks = DeviceLocks(self, claims)

@@ -123,6 +123,7 @@ class Counting:
     description: str = 'it'
     window: int = 1
     kv_caches: int = 1
+    ending: bool = False
     failure: RuntimeFailedError | None = None
 
     def start(self, hold_fds: Sequence[int] = ()) -> None:

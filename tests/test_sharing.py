@@ -24,9 +24,11 @@ import apache_beam as beam
 import pytest
 from apache_beam.ml.inference.base import (
     KeyedModelHandler,
+    KeyModelMapping,
     ModelHandler,
     PredictionResult,
     RunInference,
+    _RunInferenceDoFn,
 )
 from apache_beam.utils.multi_process_shared import MultiProcessShared
 
@@ -213,21 +215,25 @@ def test_identities_are_equal_exactly_where_the_settings_are(
     one = identity(config(), max_retries=1, max_in_flight=3)
     monkeypatch.setenv('WORKER_ID', '7')
     assert identity(config()) == one
-    assert identity(config(), env_vars={'WORKER_ID': '7'}) == one
     monkeypatch.setenv('TRITON_CACHE_AUTOTUNING', '1')  # as an import of vLLM does
     assert identity(config()) == one
     monkeypatch.setattr(sys, 'executable', '/opt/apache/beam-venv/beam-venv-worker-2/bin/python')
     monkeypatch.setattr(sys, 'prefix', '/opt/apache/beam-venv/beam-venv-worker-2')
     installation.cache_clear()
     assert identity(config()) == one
+    named = identity(config(), env_vars={'TOKENIZERS_PARALLELISM': 'false'})
+    monkeypatch.setenv('TOKENIZERS_PARALLELISM', 'false')  # as a library may at any time
+    assert identity(config()) == one
+    assert identity(config(), env_vars={'TOKENIZERS_PARALLELISM': 'false'}) == named
     others = [
+        named,
         identity(config(3)),
         identity(config(router_mode='round-robin')),
         identity(config(vllm_server_kwargs={'max-num-seqs': 4})),
         identity(config(), env_vars={'A': '1'}),
         identity(config(), env_vars={'TRITON_CACHE_AUTOTUNING': '0'}),
     ]
-    assert len({one, *others}) == 6
+    assert len({one, *others}) == 7
     monkeypatch.setattr('importlib.metadata.version', lambda _: '0')
     installation.cache_clear()
     assert identity(config()) != one
@@ -415,10 +421,29 @@ def test_what_was_given_up_says_why_and_the_next_load_starts_anew(
     assert 'failed 6 times' in other.ask('failure(model)')
     second = handler.load_model()
     assert len(handler.run_inference(['x'], second)) == 1
-    with pytest.raises(RuntimeFailedError, match='failed 6 times in a row'):
-        first.endpoint()
+    assert first.endpoint() == second.endpoint()  # who holds the old one uses the new one
     first.close()
     assert len(handler.run_inference(['x'], second)) == 1
+
+
+def test_a_server_that_was_given_up_is_kept_no_longer(directory: Path) -> None:
+    handler = native(directory)
+    model = handler.load_model()
+    handler.run_inference(['x'], model)
+    assert list(_model_server._kept.values()) == [model]
+    _sharing._hosts[model.identity].runtime.close()
+    with pytest.raises(RuntimeFailedError):
+        model.endpoint()
+    assert not _model_server._kept
+
+
+def test_the_kept_server_is_one_that_is_open(directory: Path) -> None:
+    handler = native(directory)
+    first, second = handler.load_model(), handler.load_model()
+    handler.run_inference(['x'], first)
+    first.close()
+    handler.run_inference(['x'], second)
+    assert list(_model_server._kept.values()) == [second]
 
 
 def test_what_beam_shares_ends_when_beam_deletes_it_unless_others_use_it(directory: Path) -> None:
@@ -441,6 +466,66 @@ def test_what_beam_shares_ends_when_beam_deletes_it_unless_others_use_it(directo
     new.release(model)
     del model  # until then a thread that has answered it keeps what it asked last
     wait_until('the server has ended', lambda: not runs(pid))
+
+
+def several_models(
+    directories_of: dict[str, Path], **arguments: Any
+) -> KeyedModelHandler[str, Any, Any, Any]:
+    mappings = [KeyModelMapping([name], native(path)) for name, path in directories_of.items()]
+    return KeyedModelHandler(mappings, **arguments)
+
+
+def directories_for(tmp_path: Path, *names: str) -> dict[str, Path]:
+    """A directory for the notes of each model's starts, none of which has to wait."""
+    found = {name: tmp_path / name for name in names}
+    for path in found.values():
+        path.mkdir(exist_ok=True)
+        (path / 'gate').touch()
+    return found
+
+
+def test_of_several_models_the_one_that_makes_room_ends(tmp_path: Path) -> None:
+    """Beam drops it, in the process that has loaded it, and its GPU is for the next."""
+    places = directories_for(tmp_path, 'a', 'b')
+    seen = []
+    handler = several_models(places, max_models_per_worker_hint=1)
+    do_fn = _RunInferenceDoFn(handler, time, '', model_tag='makes room')
+    do_fn.setup()
+    for name in 'aba':
+        do_fn._run_inference([(name, 'x')], None)
+        seen.append({model: sum(map(runs, starts(path))) for model, path in places.items()})
+    assert seen == [{'a': 1, 'b': 0}, {'a': 0, 'b': 1}, {'a': 1, 'b': 0}]
+
+
+# Asks one of several models that another process has loaded, before and after its server died.
+ASKS_ONE_OF_SEVERAL = """
+import os, pathlib, signal, sys, time
+from apache_beam.ml.inference.base import _RunInferenceDoFn
+from tests.test_sharing import directories_for, several_models, starts
+places = directories_for(pathlib.Path(sys.argv[1]), 'a', 'b')
+do_fn = _RunInferenceDoFn(several_models(places), time, '', model_tag=sys.argv[2])
+do_fn.setup()
+do_fn._run_inference([('a', 'x')], None)
+os.kill(starts(places['a'])[0], signal.SIGKILL)
+print(len(do_fn._run_inference([('a', 'x')], None)), len(starts(places['a'])))
+"""
+
+
+def test_one_of_several_models_outlives_its_servers_death_in_another_process_too(
+    tmp_path: Path,
+) -> None:
+    """There Beam gives a proxy for each batch, and takes it away again."""
+    places = directories_for(tmp_path, 'a', 'b')
+    tag = 'outlives its server'
+    do_fn = _RunInferenceDoFn(several_models(places), time, '', model_tag=tag)
+    do_fn.setup()
+    do_fn._run_inference([('a', 'x')], None)
+    with ProcessTree() as tree:
+        asked = subprocess.run(
+            (sys.executable, '-c', ASKS_ONE_OF_SEVERAL, str(tmp_path), tag),
+            capture_output=True, text=True, cwd=ROOT, env={**os.environ, **tree.env}, check=False,
+        )  # fmt: skip
+    assert asked.stdout.split() == ['1', '2'], asked.stderr
 
 
 def test_two_steps_with_one_handler_on_the_same_gpu_share_its_server(directory: Path) -> None:
@@ -536,6 +621,36 @@ def test_one_that_cannot_be_reached_is_waited_for_with_an_end(
     monkeypatch.setattr(_sharing, 'UNREACHABLE_BOUND_S', 0.3)
     with pytest.raises(DevicesBusyError, match=rf'run by process {other.process.pid} .*network'):
         native(directory).load_model()
+
+
+def test_a_fork_of_the_process_that_runs_it_finds_it_by_the_door(directory: Path) -> None:
+    handler = native(directory)
+    model = handler.load_model()
+    pid = os.fork()
+    if not pid:
+        answers = handler.run_inference(['x'], model)
+        os._exit(0 if len(answers) == 1 and model.status() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(starts(directory)) == 1
+    assert len(handler.run_inference(['x'], model)) == 1
+
+
+def test_who_was_silent_for_long_is_joined_again(
+    directory: Path, other_process: Callable[[], Other], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would end the server with its own use of it, although others use it."""
+    other = other_process()
+    pid = other.server()
+    handler = native(directory)
+    model = handler.load_model()
+    monkeypatch.setattr('apache_beam_vllm_dynamo._door.ANSWER_BOUND_S', 0.5)
+    other.process.send_signal(signal.SIGSTOP)
+    assert model.status() == ()
+    other.process.send_signal(signal.SIGCONT)
+    assert wait_until('it is joined again', model.status)[0].pid == pid
+    other.ask('model.close()')
+    assert len(handler.run_inference(['x'], model)) == 1
+    assert starts(directory) == [pid]
 
 
 def test_a_fork_uses_no_server_of_its_parents(directory: Path) -> None:
