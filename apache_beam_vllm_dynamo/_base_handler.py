@@ -230,7 +230,8 @@ class VLLMModelHandler(ModelHandler[ElementT, PredictionResult, _VLLMModelServer
 
         With ``max_batch_duration_secs`` it is left to Beam all the same. Of all objects that a
         process has for itself Beam keeps only the last, which then would be the model, and not the
-        key by which batches are collected over bundles.
+        key by which batches are collected over bundles. A ``KeyedModelHandler`` with several models
+        does not ask: Beam shares those in any case.
         """
         return self._collects_over_bundles
 
